@@ -1,0 +1,152 @@
+"""Reading checkpoints as mappings from tensor name to numpy array, whatever the files are.
+
+Nothing is cast and nothing is renamed here. Every failure is an InputError that names the file.
+"""
+
+import contextlib
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from poss_jax.errors import InputError
+
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+
+def locate(name: str) -> Path:
+    """The local path of a model: a directory, a GGUF file, or a hub id, which is downloaded (or found in the cache).
+
+    A directory without `config.json` that holds exactly one GGUF file stands for that file.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise InputError(f"{name}: a model is a directory, a .gguf file or a hub id, not this kind of file")
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise InputError(f"{name}: no such file or directory")
+    return _download(name)
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # only users of hub ids wait for this import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(hub_id, allow_patterns=[*HUB_FILES]))
+        if not any(directory.glob("*.safetensors")):
+            snapshot_download(hub_id, allow_patterns=["*.bin"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{hub_id}: no such directory here, and not available from the model hub ({reason})"
+        ) from error
+    return directory
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def open_tensors(directory: Path) -> Mapping[str, np.ndarray]:
+    """The tensors of a Hugging Face directory: one safetensors file, shards with an index, or `pytorch_model.bin`."""
+    if (directory / "model.safetensors").exists():
+        return SafetensorsFiles.single(directory / "model.safetensors")
+    if (directory / "model.safetensors.index.json").exists():
+        return SafetensorsFiles.sharded(directory / "model.safetensors.index.json")
+    if (directory / "pytorch_model.bin").exists():
+        return read_torch_file(directory / "pytorch_model.bin")
+    raise InputError(f"{directory}: holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+
+
+class SafetensorsFiles(Mapping[str, np.ndarray]):
+    """Tensors of one or several safetensors files, read one by one when asked for."""
+
+    def __init__(self, files: dict[str, Path]):
+        self._files = files
+        self._open = contextlib.ExitStack()
+        self._handles: dict[Path, Any] = {}
+        for path in sorted(set(files.values())):
+            self._handles[path] = self._open.enter_context(_open_safetensors(path))
+        for name, path in files.items():
+            if name not in self._handles[path].keys():
+                raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
+
+    @classmethod
+    def single(cls, path: Path) -> "SafetensorsFiles":
+        with _open_safetensors(path) as handle:
+            return cls({name: path for name in handle.keys()})
+
+    @classmethod
+    def sharded(cls, index: Path) -> "SafetensorsFiles":
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(f"{index}: holds no weight_map")
+        missing = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
+        if missing:
+            raise InputError(f"{index}: names {missing[0]!r}, which is not there")
+        return cls({name: index.parent / file for name, file in weight_map.items()})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._handles[self._files[name]].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _open_safetensors(path: Path):
+    try:
+        return safe_open(path, "numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a whole safetensors file ({error})") from error
+
+
+def read_torch_file(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a PyTorch checkpoint, which must hold nothing but tensors. Needs torch."""
+    try:
+        import torch  # an optional dependency, only for these files
+    except ImportError:
+        raise InputError(
+            f"{path}: reading .bin files needs torch (pip install torch), or convert it to safetensors"
+        ) from None
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{path}: not a PyTorch file of tensors only ({reason})") from error
+    if not isinstance(tensors, dict):
+        raise InputError(f"{path}: holds a {type(tensors).__name__}, expected a dictionary of tensors")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
+    return {name: _to_numpy(tensor) for name, tensor in tensors.items()}
+
+
+def _to_numpy(tensor) -> np.ndarray:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own: carry the bits over
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

@@ -1,0 +1,224 @@
+"""`python -m infer.generate`: answer prompts, losslessly, with a drafter or without."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from infer import prompts as prompt_forms
+from infer.chat import chat
+from infer.compare import Comparison, compare
+from infer.engine import DTYPES, Generator
+from infer.results import Generation
+from infer.settings import Settings
+from infer.text import settled
+from infer.trace import write_trace
+from poss_jax.config import parse_spans
+from poss_jax.errors import InputError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with the flags in one line, without the usage in front of it."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    defaults = Settings()
+    parser = OneLineParser(
+        prog="python -m infer.generate",
+        description="Generate with a Llama-type target, faster with a drafter and with the very same tokens.",
+    )
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", required=True, help="directory, hub id or GGUF file of the target")
+    models.add_argument("--draft", help="directory or hub id of a drafter; without one decoding is plain")
+    models.add_argument("--spans", help="draft positions of each specialist, such as 3,3; needed where the "
+                        "drafter has several and its config does not say")  # fmt: skip
+    models.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
+    models.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and caches (%(default)s)")
+    models.add_argument("--mesh", help="tensor=N splits the weights over N devices")
+
+    prompts = parser.add_argument_group("prompts (one of these)")
+    prompts.add_argument("prompt", nargs="*", metavar="PROMPT", help="texts, each one a user turn")
+    prompts.add_argument("--prompt-ids", nargs="+", metavar="IDS", help="token ids, such as 0,12,20; one list a prompt")
+    prompts.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt, messages, turns (the first turn "
+                         "is the prompt) or prompt_ids")  # fmt: skip
+    prompts.add_argument("--chat", action="store_true", help="hold a conversation at a prompt")
+    prompts.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
+    prompts.add_argument("--system", help="system prompt in front of every conversation")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
+    sampling.add_argument("--top-k", type=int, default=defaults.top_k, help="keep the k likeliest tokens; 0 is off (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=defaults.top_p, help="keep the likeliest tokens that make up "
+                          "this much; 1 is off (%(default)s)")  # fmt: skip
+    sampling.add_argument("--seed", type=int, default=defaults.seed, help="the same seed gives a prompt the same answer (%(default)s)")
+
+    tree = parser.add_argument_group("draft tree")
+    tree.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
+    tree.add_argument("--total-nodes", type=int, default=defaults.total_nodes, help="nodes verified a round, the root "
+                      "counted (%(default)s)")  # fmt: skip
+    tree.add_argument("--draft-top-k", type=int, default=defaults.draft_top_k, help="nodes expanded a level, and "
+                      "candidates under each (%(default)s)")  # fmt: skip
+    tree.add_argument("--plain", action="store_true", help="decode without the drafter")
+    tree.add_argument("--compare", action="store_true", help="decode both ways and compare text and speed")
+
+    limits = parser.add_argument_group("lengths and stopping")
+    limits.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="(%(default)s)")
+    limits.add_argument("--max-length", type=int, help="prompt and new tokens together (default: the target's context)")
+    limits.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before this string; "
+                        "may be given several times")  # fmt: skip
+    limits.add_argument("--eos-ids", metavar="IDS", help="token ids that end a text, instead of the checkpoint's")
+    limits.add_argument("--ignore-eos", action="store_true", help="do not stop at any end-of-text token")
+
+    output = parser.add_argument_group("running and output")
+    output.add_argument("--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together (%(default)s)")
+    output.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
+    output.add_argument("--trace", metavar="FILE", help="write every round's tree to this file, as JSON")
+    return parser
+
+
+def settings_from(options: argparse.Namespace) -> Settings:
+    """Flags of the same name are fields of `Settings`."""
+    names = {field.name for field in dataclasses.fields(Settings)} & set(vars(options))
+    values = {name: getattr(options, name) for name in names}
+    values["stop"] = tuple(options.stop)
+    if options.eos_ids is not None:
+        values["eos_ids"] = tuple(prompt_forms.parse_ids(options.eos_ids))
+        if options.ignore_eos:
+            raise InputError("--eos-ids and --ignore-eos contradict each other; give one of them")
+    return Settings(**values)
+
+
+def read_prompts(options: argparse.Namespace) -> list[prompt_forms.Prompt]:
+    """The prompts of whichever source was given; none with --chat."""
+    given = [bool(options.prompt), options.prompt_ids is not None, options.prompts is not None, options.chat]
+    if sum(given) != 1:
+        raise InputError("give prompts in one way: PROMPT, --prompt-ids, --prompts or --chat")
+    if options.prompt_ids is not None:
+        return [prompt_forms.parse_ids(text) for text in options.prompt_ids]
+    if options.prompts is not None:
+        return prompt_forms.read_prompts(options.prompts)
+    return list(options.prompt)
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Combinations that would silently ignore a flag are refused."""
+    if not options.draft:
+        for flag in ("spans", "compare", "trace"):
+            if getattr(options, flag):
+                raise InputError(f"--{flag} needs --draft")
+    if options.plain and options.compare:
+        raise InputError("--compare decodes both ways; leave out --plain")
+    if options.plain and options.trace:
+        raise InputError("--trace writes draft trees; leave out --plain")
+    if options.chat:
+        for flag in ("raw", "json", "trace", "compare"):
+            if getattr(options, flag):
+                raise InputError(f"--chat and --{flag} do not go together")
+    if options.trace and not Path(options.trace).absolute().parent.is_dir():
+        raise InputError(f"--trace {options.trace}: its directory does not exist")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Everything after the flags; raises InputError before anything is written or run."""
+    check_flags(options)
+    settings, prompts = settings_from(options), read_prompts(options)
+    spans = parse_spans(options.spans) if options.spans else None
+    generator = Generator.from_pretrained(
+        options.target, options.draft, spans=spans, dtype=options.dtype, mesh=options.mesh, tokenizer=options.tokenizer
+    )  # fmt: skip
+    for note in generator.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if options.chat:
+        chat(generator, settings, options.system)
+        return
+    encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
+    if options.compare:
+        _run_comparison(generator, encoded, settings, options)
+    elif options.json or settings.batch_size > 1 or options.trace or generator.tokenizer is None:
+        _run_batches(generator, encoded, settings, options)
+    else:
+        for ids in encoded:
+            _stream(generator, ids, settings)
+
+
+def _run_batches(generator: Generator, encoded: list[list[int]], settings: Settings, options) -> None:
+    finished: list[Generation] = []
+    with tqdm(total=len(encoded), unit="prompt", disable=len(encoded) == 1, file=sys.stderr) as progress:
+        for batch in generator.batches(encoded, settings, trace=bool(options.trace)):
+            finished += batch
+            for generation in batch:
+                _print_generation(generation, as_json=options.json)
+            progress.update(len(batch))
+    if options.trace:
+        write_trace(options.trace, finished, settings, generator.draft.config)
+
+
+def _run_comparison(generator: Generator, encoded: list[list[int]], settings: Settings, options) -> None:
+    pairs: list[Comparison] = []
+    with tqdm(total=len(encoded), unit="prompt", disable=len(encoded) == 1, file=sys.stderr) as progress:
+        for pair in compare(generator, encoded, settings, trace=bool(options.trace)):
+            pairs.append(pair)
+            if options.json:
+                print(json.dumps(pair.to_json()), flush=True)
+            else:
+                _print_generation(pair.drafted, as_json=False)
+            progress.update()
+    if options.trace:
+        write_trace(options.trace, [pair.drafted for pair in pairs], settings, generator.draft.config)
+    if not options.json:
+        print(Comparison.summary(pairs))
+
+
+def _stream(generator: Generator, ids: list[int], settings: Settings) -> None:
+    """Prints text as it is accepted."""
+    shown = ""
+    for (answer,) in generator.visits([ids], settings):
+        text = answer.text if answer.stop_reason else settled(answer.text, settings.stop)
+        print(text[len(shown) :], end="", flush=True)
+        shown = max(shown, text, key=len)
+    print()
+    print(describe(answer), file=sys.stderr)
+
+
+def _print_generation(generation: Generation, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(generation.to_json()), flush=True)
+        return
+    text = generation.text
+    print(",".join(map(str, generation.token_ids)) if text is None else text, flush=True)
+    print(describe(generation), file=sys.stderr)
+
+
+def describe(generation: Generation) -> str:
+    """One line of figures."""
+    tokens = len(generation.token_ids)
+    per_round = generation.tokens_per_round
+    rounds = "" if per_round is None else f", {per_round:.2f} tokens per round"
+    return (
+        f"[{tokens} tokens in {generation.seconds:.2f} s{rounds}; stopped by {generation.stop_reason}; "
+        f"{generation.compile_seconds:.1f} s of compilation not counted]"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 bad input, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    try:
+        run(options)
+    except InputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Prompts: from a JSON-lines file, and to token ids with the chat template or without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from poss_jax.errors import InputError
+
+# A prompt is a text, a list of messages ({"role", "content"}), or a list of token ids.
+Prompt = str | list[dict[str, str]] | list[int]
+
+FIELDS = ("prompt", "messages", "turns", "prompt_ids")
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """One prompt a line: an object with `prompt`, `messages`, `turns` (the first turn is the prompt) or `prompt_ids`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not readable ({error})") from error
+    prompts = [_prompt_of(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise InputError(f"{path}: holds no prompts")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error})") from error
+    field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
+    if field is None:
+        raise InputError(f"{where}: expected an object with one of {', '.join(FIELDS)}")
+    value = record[field]
+    if field == "turns":
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{where}: turns must be a list of user turns that is not empty")
+        value = value[0]
+    if not _well_formed(value, "prompt" if field == "turns" else field):
+        raise InputError(f"{where}: {field} has the wrong form")
+    return value
+
+
+def _well_formed(value: Any, field: str) -> bool:
+    if field == "prompt":
+        return isinstance(value, str)
+    if not isinstance(value, list):
+        return False
+    if field == "prompt_ids":
+        return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    return all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value)
+
+
+def parse_ids(text: str) -> list[int]:
+    """"0,12,20" gives [0, 12, 20]."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise InputError(f"token ids {text!r} must be whole numbers with commas between, such as 0,12,20") from None
+
+
+def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[int]:
+    """Token ids of a prompt. A text is one user turn in the chat template unless `raw`.
+
+    The template writes its own special tokens, the raw text gets those that the tokenizer adds: either way there
+    is one beginning-of-text token at most. Token ids are taken as they are.
+    """
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)
+    if tokenizer is None:
+        raise InputError("the target has no tokenizer, so it cannot read text; give token ids (--prompt-ids)")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise InputError("the prompt is empty")
+        if raw:
+            if system is not None:
+                raise InputError("--system needs the chat template; leave out --raw")
+            return tokenizer(prompt).input_ids
+        prompt = [{"role": "user", "content": prompt}]
+    if raw:
+        raise InputError("messages need the chat template; leave out --raw")
+    if not tokenizer.chat_template:
+        raise InputError("the target's tokenizer has no chat template; pass --raw to give it the text as it is")
+    if system is not None:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
+
+
+def _render(tokenizer, messages: list[dict[str, str]]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InputError(f"the chat template refuses these messages ({error})") from error

@@ -1,0 +1,69 @@
+"""Grouped attention over keys that lie in several places: the cache, and the rows being processed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+QUERY_CHUNK = 512  # long prompts are attended in chunks of this many rows, so scores stay [b, k, g, 512, s]
+
+
+class KeyValues(NamedTuple):
+    """Keys and values [b, k, s, d] of one layer."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Part(NamedTuple):
+    """Keys and values to attend to, with `mask` [b or 1, t, s]: true where query row t may see key row s."""
+
+    rows: KeyValues
+    mask: jax.Array
+
+
+def attention(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
+    """One softmax over all `parts`; `query` [b, t, k, g, d] gives [b, t, k, g, d] in its dtype.
+
+    Scores and softmax are float32, forbidden scores minus infinity. Every query row must see at least one key.
+    """
+    rows = query.shape[1]
+    if rows <= QUERY_CHUNK or rows % QUERY_CHUNK:
+        return _attend(query, parts)
+    chunks = rows // QUERY_CHUNK
+
+    def split(array: jax.Array) -> jax.Array:  # [b, t, ...] -> [chunks, b, QUERY_CHUNK, ...]
+        return jnp.moveaxis(array.reshape(array.shape[0], chunks, QUERY_CHUNK, *array.shape[2:]), 1, 0)
+
+    def attend_chunk(chunk):
+        chunk_query, masks = chunk
+        return _attend(chunk_query, [Part(part.rows, mask) for part, mask in zip(parts, masks, strict=True)])
+
+    attended = jax.lax.map(attend_chunk, (split(query), [split(part.mask) for part in parts]))
+    return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
+
+
+def causal(rows: int) -> jax.Array:
+    """Mask [1, t, t] of a sequence: each row sees itself and those before it."""
+    return jnp.tril(jnp.ones((1, rows, rows), bool))
+
+
+def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
+    scores = jnp.concatenate([_scores(query, part) for part in parts], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    attended, first = 0.0, 0
+    for part in parts:
+        last = first + part.rows.keys.shape[2]
+        part_weights = weights[..., first:last].astype(part.rows.values.dtype)
+        attended += jnp.einsum(
+            "bkgts,bksd->btkgd", part_weights, part.rows.values, preferred_element_type=jnp.float32
+        )
+        first = last
+    return attended.astype(query.dtype)
+
+
+def _scores(query: jax.Array, part: Part) -> jax.Array:
+    """[b, k, g, t, s], float32."""
+    scores = jnp.einsum("btkgd,bksd->bkgts", query, part.rows.keys, preferred_element_type=jnp.float32)
+    return jnp.where(part.mask[:, None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)

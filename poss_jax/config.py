@@ -1,0 +1,200 @@
+"""Frozen, hashable descriptions of a target and of a drafter, from Hugging Face config dictionaries."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from poss_jax.errors import InputError
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
+MODEL_TYPES = ("llama",)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. `kind` is one of `ROPE_KINDS`; `factor` and what follows serve the scaled kinds.
+
+    `max_position` is the length from which `dynamic` stretches; for `llama3` it is the length of the original
+    training. `frequency_factors` [head_dim / 2] divide the inverse frequencies one by one (GGUF files hold
+    llama3 scaling in that form); empty means none.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    max_position: int = 2048
+    frequency_factors: tuple[float, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "RopeConfig":
+        """Reads the old style (`rope_theta`, `rope_scaling`) and the one of transformers 5 (`rope_parameters`).
+
+        Raises InputError for a rotary type that is not one of `ROPE_KINDS` and for partial rotation.
+        """
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind not in ROPE_KINDS:
+            raise InputError(f"rotary type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise InputError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
+        parameters = {**(config.get("rope_parameters") or {}), **scaling}
+        theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+        max_position = config.get("max_position_embeddings", 2048)
+        extra: dict[str, Any] = {}
+        if kind != "default":
+            extra["factor"] = float(_required(scaling, "factor", f"{kind} rotary scaling"))
+        if kind == "llama3":
+            extra["low_frequency_factor"] = float(_required(scaling, "low_freq_factor", "llama3 rotary scaling"))
+            extra["high_frequency_factor"] = float(_required(scaling, "high_freq_factor", "llama3 rotary scaling"))
+            max_position = scaling.get("original_max_position_embeddings") or max_position
+        factors = tuple(float(f) for f in config.get("rope_frequency_factors") or ())
+        return cls(
+            kind=kind, theta=float(theta), max_position=int(max_position), frequency_factors=factors, **extra
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of one transformer block, shared by the target's layers and the drafter's specialists."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+
+    @property
+    def queries_per_kv(self) -> int:
+        """g: query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "BlockConfig":
+        """Raises InputError for a missing or impossible size, naming it."""
+        heads = int(_required(config, "num_attention_heads"))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        hidden = int(_required(config, "hidden_size"))
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        if heads % kv_heads:
+            raise InputError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim % 2:
+            raise InputError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise InputError(f"hidden_act {activation!r} is not supported; only 'silu' is")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=int(_required(config, "intermediate_size")),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(config),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A Llama-family target. `context` is the most tokens (prompt and new ones) that it was made for."""
+
+    block: BlockConfig
+    vocab_size: int
+    num_layers: int
+    context: int
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
+        """From the contents of a `config.json`.
+
+        Raises InputError, naming the field, for anything that would need another computation than ours.
+        """
+        kind = config.get("model_type", "llama")
+        if kind not in MODEL_TYPES:
+            raise InputError(f"model_type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
+        block = BlockConfig.from_hf(config)
+        context = int(config.get("max_position_embeddings", 2048))
+        if block.rope.kind in ("linear", "dynamic"):  # such configs give the length before stretching
+            context = int(context * block.rope.factor)
+        return cls(
+            block=block,
+            vocab_size=int(_required(config, "vocab_size")),
+            num_layers=int(_required(config, "num_hidden_layers")),
+            context=context,
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """A drafter: one block per span. `spans[s]` is how many draft positions specialist s was trained for.
+
+    Example: spans (3, 3) is PosS-3 of the paper (arXiv 2506.03566): positions 0-2 use specialist 0, positions
+    3-5 and all beyond use specialist 1. (1,) is EAGLE, (6,) is HASS with six aligned steps.
+    """
+
+    block: BlockConfig
+    vocab_size: int
+    spans: tuple[int, ...]
+    fc_bias: bool = True
+
+    def __post_init__(self):
+        if not self.spans or any(span < 1 for span in self.spans):
+            raise InputError(f"spans {format_spans(self.spans)!r} must be whole numbers of at least 1")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], spans: tuple[int, ...]) -> "DraftConfig":
+        """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`."""
+        return cls(
+            block=BlockConfig.from_hf(config),
+            vocab_size=int(_required(config, "vocab_size")),
+            spans=tuple(spans),
+            fc_bias=bool(config.get("bias", True)),
+        )
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First draft position of each specialist; (3, 3) gives (0, 3)."""
+        return tuple(sum(self.spans[:index]) for index in range(len(self.spans)))
+
+    def specialist_at(self, position: int) -> int:
+        """Index of the specialist for a draft position; past the last span it is the last one."""
+        return max(index for index, start in enumerate(self.starts) if start <= position)
+
+    def specialists_used(self, levels: int) -> int:
+        """How many of the specialists a tree of `levels` levels runs; the others need no cache."""
+        return self.specialist_at(levels - 1) + 1 if levels else 0
+
+
+def parse_spans(text: str) -> tuple[int, ...]:
+    """"3,3" gives (3, 3). Raises InputError for anything but whole numbers of at least 1."""
+    try:
+        spans = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        spans = ()
+    if not spans or any(span < 1 for span in spans):
+        raise InputError(f"spans {text!r} must be whole numbers of at least 1, such as 3,3")
+    return spans
+
+
+def format_spans(spans: tuple[int, ...]) -> str:
+    """(3, 3) gives "3,3"."""
+    return ",".join(str(span) for span in spans)
+
+
+def _required(config: Mapping[str, Any], name: str, where: str = "the model config") -> Any:
+    if config.get(name) is None:
+        raise InputError(f"{where} lacks {name!r}")
+    return config[name]

@@ -1,0 +1,52 @@
+"""The pieces of a Llama block that the target and the specialists share, on plain arrays.
+
+Weights are [in, out] and fused: one matrix gives queries, keys and values, one gives gate and up. The fused
+axes keep their parts apart as [k, g + 2, d] (for each KV head its g query heads, its key, its value) and [2, i],
+so that sharding over k or i never cuts across them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.attention import KeyValues
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32, returned in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+def query_key_value(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """`x` [b, t, h], `weight` [h, k, g + 2, d]: query [b, t, k, g, d], key and value [b, t, k, d]."""
+    fused = jnp.einsum("bth,hkgd->btkgd", x, weight)
+    if bias is not None:
+        fused = fused + bias
+    return fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
+
+
+def as_rows(key: jax.Array, value: jax.Array) -> KeyValues:
+    """Key and value [b, t, k, d] in the layout of a cache, [b, k, t, d]."""
+    return KeyValues(jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
+
+
+def attention_output(attended: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`attended` [b, t, k, g, d], `weight` [k, g, d, h]: [b, t, h]."""
+    output = jnp.einsum("btkgd,kgdh->bth", attended, weight)
+    return output if bias is None else output + bias
+
+
+def mlp(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+) -> jax.Array:
+    """SiLU-gated MLP: `x` [b, t, h], `gate_up` [h, 2, i], `down` [i, h]."""
+    fused = jnp.einsum("bth,hzi->btzi", x, gate_up)  # z: gate, up
+    if gate_up_bias is not None:
+        fused = fused + gate_up_bias
+    output = jnp.einsum("bti,ih->bth", jax.nn.silu(fused[:, :, 0]) * fused[:, :, 1], down)
+    return output if down_bias is None else output + down_bias

@@ -1,0 +1,105 @@
+"""Position specialists (arXiv 2506.03566, section 3) and the drafter that a list of spans makes of them.
+
+Draft input row i is x[i] = fc([embedding of token i + 1; feature i]) at rotary position i; a specialist turns it
+into a prediction of feature i + 1. `fc` and the embedding are shared, so x is computed once whichever specialists
+read it. How rows attend to each other differs between training and generation; what a specialist computes
+before and after attention does not. So a specialist is two functions, `project` and `finish`, with the attention
+of the caller in between.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from poss_jax import layers
+from poss_jax.attention import KeyValues, Part, attention, causal
+from poss_jax.config import BlockConfig, DraftConfig
+from poss_jax.rotary import rotary, rotate
+
+_matrix = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=-1)
+
+
+class Specialist(nn.Module):
+    """One block without a norm in front of its attention and without one at its end."""
+
+    block: BlockConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        block = self.block
+        hidden, inner = block.hidden_size, block.intermediate_size
+        heads, group, size = block.num_kv_heads, block.queries_per_kv, block.head_dim
+        self.query_key_value = self._parameter(
+            "query_key_value", (hidden, heads, group + 2, size), ("hidden", "kv_heads", None, None)
+        )
+        self.attention_output = self._parameter(
+            "attention_output", (heads, group, size, hidden), ("kv_heads", None, None, "hidden")
+        )
+        self.mlp_norm = self._parameter("mlp_norm", (hidden,), ("hidden",), nn.initializers.ones)
+        self.gate_up = self._parameter("gate_up", (hidden, 2, inner), ("hidden", None, "intermediate"))
+        self.down = self._parameter("down", (inner, hidden), ("intermediate", "hidden"))
+
+    def _parameter(self, name, shape, axes, initializer=_matrix):
+        return self.param(name, nn.with_logical_partitioning(initializer, axes), shape, self.dtype)
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """Inputs [b, t, h] at rotary `positions` [b, t]: query [b, t, k, g, d], keys and values [b, k, t, d]."""
+        query, key, value = layers.query_key_value(x, self.query_key_value)
+        cos, sin = rotary(self.block.rope, self.block.head_dim, positions, positions + 1)
+        return rotate(query, cos, sin), layers.as_rows(rotate(key, cos, sin), value)
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Inputs [b, t, h] and what their queries gathered [b, t, k, g, d]: predicted features [b, t, h]."""
+        x = x + layers.attention_output(attended, self.attention_output)
+        normed = layers.rms_norm(x, self.mlp_norm, self.block.norm_eps)
+        return x + layers.mlp(normed, self.gate_up, self.down)
+
+
+class Drafter(nn.Module):
+    """`fc` and one specialist per span. Parameters: `fc/kernel`, `fc/bias`, `specialist_N/...`.
+
+    The token embedding is not among them: callers pass embedded tokens, from the drafter's own table where its
+    checkpoint holds one and from the target's where not.
+    """
+
+    config: DraftConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        hidden = self.config.block.hidden_size
+        kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), (None, "hidden"))
+        bias = nn.with_logical_partitioning(nn.initializers.zeros, ("hidden",))
+        self.fc = nn.Dense(
+            hidden,
+            use_bias=self.config.fc_bias,
+            dtype=self.dtype,
+            param_dtype=self.dtype,
+            kernel_init=kernel,
+            bias_init=bias,
+        )
+        self.specialists = [
+            Specialist(self.config.block, self.dtype, name=f"specialist_{index}")
+            for index in range(len(self.config.spans))
+        ]
+
+    def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
+        """x [b, t, h] from embedded tokens and features, both [b, t, h]; the embedding comes first."""
+        return self.fc(jnp.concatenate([embedded, features], axis=-1))
+
+    def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """`Specialist.project` of one specialist."""
+        return self.specialists[specialist].project(x, positions)
+
+    def finish(self, specialist: int, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """`Specialist.finish` of one specialist."""
+        return self.specialists[specialist].finish(x, attended)
+
+    def __call__(self, embedded: jax.Array, features: jax.Array, positions: jax.Array) -> jax.Array:
+        """Every specialist on the same true rows, causally: [specialists, b, t, h]. Touches every parameter."""
+        x = self.inputs(embedded, features)
+        predictions = []
+        for index in range(len(self.specialists)):
+            query, rows = self.project(index, x, positions)
+            attended = attention(query, [Part(rows, causal(x.shape[1]))])
+            predictions.append(self.finish(index, x, attended))
+        return jnp.stack(predictions)
