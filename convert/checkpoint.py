@@ -4,6 +4,7 @@ Nothing is cast and nothing is renamed here. Every failure is an InputError that
 """
 
 import contextlib
+import dataclasses
 import json
 import pickle
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from convert.gguf import GGUFCheckpoint
 from poss_jax.errors import InputError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -54,6 +56,26 @@ def _download(hub_id: str) -> Path:
     return directory
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An opened checkpoint: where it is, the contents of its `config.json`, and its tensors by their Hugging Face
+    names. A GGUF file shows itself in the same form.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, np.ndarray]
+
+    @classmethod
+    def open(cls, name: str) -> "Source":
+        """Raises InputError naming the file that is missing or broken."""
+        path = locate(name)
+        if path.suffix == ".gguf":
+            checkpoint = GGUFCheckpoint(path)
+            return cls(path, checkpoint.config, checkpoint)
+        return cls(path, read_json(path / "config.json"), open_tensors(path))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
@@ -87,14 +109,15 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
         self._handles: dict[Path, Any] = {}
         for path in sorted(set(files.values())):
             self._handles[path] = self._open.enter_context(_open_safetensors(path))
+        held = {path: set(handle.keys()) for path, handle in self._handles.items()}
         for name, path in files.items():
-            if name not in self._handles[path].keys():
+            if name not in held[path]:
                 raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
 
     @classmethod
     def single(cls, path: Path) -> "SafetensorsFiles":
         with _open_safetensors(path) as handle:
-            return cls({name: path for name in handle.keys()})
+            return cls(dict.fromkeys(handle.keys(), path))
 
     @classmethod
     def sharded(cls, index: Path) -> "SafetensorsFiles":

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.checkpoint import locate, open_tensors, read_json
-from convert.gguf import GGUFCheckpoint
+from convert.checkpoint import Source
 from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_output
 from poss_jax.config import BlockConfig, DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
@@ -29,11 +28,6 @@ class Loaded(NamedTuple):
     config: Any
     params: dict[str, Any]
     hf_config: dict[str, Any]
-
-
-def place_as(dtype: jnp.dtype) -> Place:
-    """Puts arrays on the default device in `dtype`."""
-    return lambda array, spec: jnp.asarray(array, dtype)
 
 
 class Tensors:
@@ -71,23 +65,16 @@ class Tensors:
             raise InputError(f"{self._where}: unexpected tensor {names[0]!r}{more}; the config has no place for it")
 
 
-def load_target(name: str, place: Place) -> Loaded:
-    """A target from a directory, a hub id or a GGUF file; see `llama.parameter_specs` for the parameters.
+def load_target(source: Source, place: Place) -> Loaded:
+    """A target; see `llama.parameter_specs` for the parameters.
 
     Raises InputError naming the file and the field or tensor that does not fit.
     """
-    path = locate(name)
-    if path.suffix == ".gguf":
-        source = GGUFCheckpoint(path)
-        hf_config = source.config
-    else:
-        hf_config = read_json(path / "config.json")
-        source = open_tensors(path)
-    config = TargetConfig.from_hf(hf_config)
-    tensors = Tensors(source, path)
+    config = TargetConfig.from_hf(source.config)
+    tensors = Tensors(source.tensors, source.path)
     params = _target_params(tensors, config, place)
     tensors.finish()
-    return Loaded(config, params, hf_config)
+    return Loaded(config, params, source.config)
 
 
 def _target_params(tensors: Tensors, config: TargetConfig, place: Place) -> dict[str, Any]:
@@ -149,32 +136,28 @@ def _block(
     return params
 
 
-def load_draft(name: str, place: Place, spans: tuple[int, ...] | None = None) -> Loaded:
+def load_draft(source: Source, place: Place, spans: tuple[int, ...] | None = None) -> Loaded:
     """A drafter in the published key layout: parameters of `Drafter`, and `embed` if the checkpoint holds one.
 
     `spans` come from the caller, else from `spans` in the config; a single specialist is one span. Raises
     InputError where that leaves them open or contradicts the number of specialists, and for any tensor that is
     missing, too much or of another shape.
     """
-    path = locate(name)
-    if path.suffix == ".gguf":
-        raise InputError(f"{path}: a draft is a directory in the published layout, not a GGUF file")
-    hf_config = read_json(path / "config.json")
-    source = open_tensors(path)
-    spans = _spans(path, source, hf_config, spans)
-    config = DraftConfig.from_hf(hf_config, spans)
-    tensors = Tensors(source, path)
+    spans = _spans(source, spans)
+    config = DraftConfig.from_hf(source.config, spans)
+    tensors = Tensors(source.tensors, source.path)
     params = _draft_params(tensors, config, place)
     tensors.finish()
-    return Loaded(config, params, hf_config)
+    return Loaded(config, params, source.config)
 
 
-def _spans(path: Path, names: Mapping[str, Any], hf_config: dict, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    matches = [re.match(r"layers\.(\d+)\.", name) for name in names]
+def _spans(source: Source, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    path = source.path
+    matches = [re.match(r"layers\.(\d+)\.", name) for name in source.tensors]
     specialists = len({match.group(1) for match in matches if match})
     if not specialists:
         raise InputError(f"{path}: holds no specialist; tensors named layers.0.* are missing")
-    spans = given or _stored_spans(path, hf_config)
+    spans = given or _stored_spans(source)
     if spans is None and specialists == 1:
         return (1,)
     if spans is None:
@@ -191,12 +174,12 @@ def _spans(path: Path, names: Mapping[str, Any], hf_config: dict, given: tuple[i
     return spans
 
 
-def _stored_spans(path: Path, hf_config: dict) -> tuple[int, ...] | None:
-    spans = hf_config.get("spans")
+def _stored_spans(source: Source) -> tuple[int, ...] | None:
+    spans = source.config.get("spans")
     if spans is None:
         return None
     if not isinstance(spans, list) or not spans or not all(isinstance(n, int) and n > 0 for n in spans):
-        raise InputError(f"{path / 'config.json'}: spans {spans!r} must be a list of whole numbers of at least 1")
+        raise InputError(f"{source.path}: spans {spans!r} in config.json must be a list of whole numbers from 1 up")
     return tuple(spans)
 
 
@@ -220,5 +203,7 @@ def draft_specs(config: DraftConfig) -> dict[str, Any]:
     position = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     boxed = jax.eval_shape(Drafter(config).init, jax.random.key(0), row, row, position)["params"]
     return jax.tree.map(
-        lambda box: ParameterSpec(box.value.shape, box.names), boxed, is_leaf=lambda leaf: hasattr(leaf, "names")
+        lambda box: ParameterSpec(box.value.shape, box.names),
+        boxed,
+        is_leaf=lambda leaf: hasattr(leaf, "names"),
     )

@@ -1,19 +1,22 @@
 """Tokenizers of targets, from a directory, a hub id or the metadata of a GGUF file."""
 
-from convert.checkpoint import locate
+from pathlib import Path
+
 from convert.gguf import GGUFCheckpoint
 from convert.gguf_tokenizer import tokenizer_from_gguf
 from poss_jax.errors import InputError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def load_tokenizer(name: str):
-    """A `transformers` tokenizer, or None where a directory holds no tokenizer at all."""
-    path = locate(name)
+def load_tokenizer(path: Path, checkpoint: GGUFCheckpoint | None = None):
+    """A `transformers` tokenizer, or None where a directory holds none at all.
+
+    `checkpoint`: the GGUF file at `path`, if it is open already; opening takes seconds.
+    """
     if path.suffix == ".gguf":
-        return tokenizer_from_gguf(GGUFCheckpoint(path))
-    if not any((path / file).exists() for file in TOKENIZER_FILES):
+        return tokenizer_from_gguf(checkpoint or GGUFCheckpoint(path))
+    if not any((path / file).exists() for file in FILES):
         return None
     from transformers import AutoTokenizer  # takes a second to import
 

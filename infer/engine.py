@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.checkpoint import locate, read_json
+from convert.checkpoint import Source, locate, read_json
 from convert.from_hf import Loaded, Place, load_draft, load_target
+from convert.gguf import GGUFCheckpoint
 from convert.tokenizer import load_tokenizer
 from infer import prompts as prompt_forms
 from infer.prompts import Prompt
@@ -72,10 +73,12 @@ class Generator:
         if dtype not in DTYPES:
             raise InputError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
         place, notes = _place_on(mesh, jnp.dtype(dtype))
-        loaded = load_target(target, place)
-        drafter = load_draft(draft, place, spans) if draft else None
-        text = load_tokenizer(tokenizer or target)
-        generator = cls(loaded, drafter, text, find_eos_ids(target, loaded, text), dtype)
+        source = Source.open(target)
+        draft_source = Source.open(draft) if draft else None
+        text = _tokenizer_for(source, tokenizer)
+        loaded = load_target(source, place)
+        drafter = load_draft(draft_source, place, spans) if draft_source else None
+        generator = cls(loaded, drafter, text, find_eos_ids(source, text), dtype)
         generator.notes = notes + generator.notes
         return generator
 
@@ -130,9 +133,7 @@ class Generator:
         for first in range(0, len(prompts), settings.batch_size):
             group = prompts[first : first + settings.batch_size]
             seeds = settings.seeds[first : first + len(group)] if settings.seeds else [settings.seed] * len(group)
-            answers: list[Generation] = []
-            for answers in self._run(group, seeds, settings, looking=looking, trace=trace):
-                pass
+            *_, answers = self._run(group, seeds, settings, looking=looking, trace=trace)
             yield answers
 
     def visits(
@@ -207,9 +208,7 @@ class Generator:
 class _Batch:
     """One batch on the device: arrays of static shape, the compiled programs, and copies of what the host reads."""
 
-    def __init__(
-        self, generator: Generator, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Settings
-    ):
+    def __init__(self, generator: Generator, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Settings):
         self.generator, self.prompts, self.settings = generator, prompts, settings
         draft = None if settings.plain else generator.draft
         self.plan = Plan.create(
@@ -313,16 +312,21 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def find_eos_ids(target: str, loaded: Loaded, tokenizer) -> tuple[int, ...]:
+def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
     """Every id that ends a text: of generation_config.json, else of config.json; and of the tokenizer."""
-    path = locate(target)
-    declared = loaded.hf_config.get("eos_token_id")
-    if path.is_dir() and (path / "generation_config.json").exists():
-        generation = read_json(path / "generation_config.json").get("eos_token_id")
+    declared = source.config.get("eos_token_id")
+    if source.path.is_dir() and (source.path / "generation_config.json").exists():
+        generation = read_json(source.path / "generation_config.json").get("eos_token_id")
         declared = declared if generation is None else generation
     ids = list(declared) if isinstance(declared, list) else [declared]
     ids.append(getattr(tokenizer, "eos_token_id", None))
     return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _tokenizer_for(source: Source, name: str | None):
+    if name is not None:
+        return load_tokenizer(locate(name))
+    return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
 
 
 def _settings(settings: Settings | None, options: dict[str, Any]) -> Settings:

@@ -54,10 +54,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
-    sampling.add_argument("--top-k", type=int, default=defaults.top_k, help="keep the k likeliest tokens; 0 is off (%(default)s)")
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=defaults.top_k,
+        help="keep the k likeliest tokens; 0 is off (%(default)s)",
+    )
     sampling.add_argument("--top-p", type=float, default=defaults.top_p, help="keep the likeliest tokens that make up "
                           "this much; 1 is off (%(default)s)")  # fmt: skip
-    sampling.add_argument("--seed", type=int, default=defaults.seed, help="the same seed gives a prompt the same answer (%(default)s)")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=defaults.seed,
+        help="the same seed gives a prompt the same answer (%(default)s)",
+    )
 
     tree = parser.add_argument_group("draft tree")
     tree.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
@@ -77,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--ignore-eos", action="store_true", help="do not stop at any end-of-text token")
 
     output = parser.add_argument_group("running and output")
-    output.add_argument("--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together (%(default)s)")
+    output.add_argument(
+        "--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together (%(default)s)"
+    )
     output.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
     output.add_argument("--trace", metavar="FILE", help="write every round's tree to this file, as JSON")
     return parser

@@ -13,7 +13,7 @@ FIELDS = ("prompt", "messages", "turns", "prompt_ids")
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """One prompt a line: an object with `prompt`, `messages`, `turns` (the first turn is the prompt) or `prompt_ids`."""
+    """One prompt a line: an object with `prompt`, `messages`, `turns` (its first one is taken) or `prompt_ids`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +53,7 @@ def _well_formed(value: Any, field: str) -> bool:
 
 
 def parse_ids(text: str) -> list[int]:
-    """"0,12,20" gives [0, 12, 20]."""
+    """ "0,12,20" gives [0, 12, 20]."""
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:

@@ -56,9 +56,7 @@ def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
     for part in parts:
         last = first + part.rows.keys.shape[2]
         part_weights = weights[..., first:last].astype(part.rows.values.dtype)
-        attended += jnp.einsum(
-            "bkgts,bksd->btkgd", part_weights, part.rows.values, preferred_element_type=jnp.float32
-        )
+        attended += jnp.einsum("bkgts,bksd->btkgd", part_weights, part.rows.values, preferred_element_type=jnp.float32)
         first = last
     return attended.astype(query.dtype)
 

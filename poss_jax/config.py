@@ -51,9 +51,7 @@ class RopeConfig:
             extra["high_frequency_factor"] = float(_required(scaling, "high_freq_factor", "llama3 rotary scaling"))
             max_position = scaling.get("original_max_position_embeddings") or max_position
         factors = tuple(float(f) for f in config.get("rope_frequency_factors") or ())
-        return cls(
-            kind=kind, theta=float(theta), max_position=int(max_position), frequency_factors=factors, **extra
-        )
+        return cls(kind=kind, theta=float(theta), max_position=int(max_position), frequency_factors=factors, **extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +177,7 @@ class DraftConfig:
 
 
 def parse_spans(text: str) -> tuple[int, ...]:
-    """"3,3" gives (3, 3). Raises InputError for anything but whole numbers of at least 1."""
+    """ "3,3" gives (3, 3). Raises InputError for anything but whole numbers of at least 1."""
     try:
         spans = tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -82,9 +82,7 @@ def forward(
     new_rows = []
     for index, layer in enumerate(params["layers"]):
         normed = layers.rms_norm(x, layer["attention_norm"], block.norm_eps)
-        query, key, value = layers.query_key_value(
-            normed, layer["query_key_value"], layer.get("query_key_value_bias")
-        )
+        query, key, value = layers.query_key_value(normed, layer["query_key_value"], layer.get("query_key_value_bias"))
         rows = layers.as_rows(rotate(key, cos, sin), value)
         parts = [Part(rows, mask)]
         if prefix is not None:
@@ -92,9 +90,7 @@ def forward(
         attended = attention(rotate(query, cos, sin), parts)
         x = x + layers.attention_output(attended, layer["attention_output"], layer.get("attention_output_bias"))
         normed = layers.rms_norm(x, layer["mlp_norm"], block.norm_eps)
-        x = x + layers.mlp(
-            normed, layer["gate_up"], layer["down"], layer.get("gate_up_bias"), layer.get("down_bias")
-        )
+        x = x + layers.mlp(normed, layer["gate_up"], layer["down"], layer.get("gate_up_bias"), layer.get("down_bias"))
         new_rows.append(rows)
     return layers.rms_norm(x, params["final_norm"], block.norm_eps), tuple(new_rows)
 

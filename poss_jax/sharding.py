@@ -13,7 +13,7 @@ TENSOR_RULES = {"vocab": "tensor", "kv_heads": "tensor", "intermediate": "tensor
 
 
 def parse_mesh(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
-    """"tensor=2" gives {"tensor": 2}. Raises InputError for other axes, repeats, and sizes below 1."""
+    """ "tensor=2" gives {"tensor": 2}. Raises InputError for other axes, repeats, and sizes below 1."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -34,7 +34,10 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
         text = ",".join(f"{name}={size}" for name, size in axes.items())
         raise InputError(f"mesh {text} needs {needed} devices; this machine has {there}")
     return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:needed]
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[:needed],
     )
 
 
