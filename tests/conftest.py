@@ -1,0 +1,48 @@
+"""Shared by all tests: eight virtual CPU devices, full float32 products, and the tiny models."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from infer import Generator  # noqa: E402
+from tests import fixtures, golden_data  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", "highest")
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A directory with the targets and drafts of known-bugs: `tiny`, `tiny63` (EOS 63), and drafts for them."""
+    root = tmp_path_factory.mktemp("models")
+    fixtures.tiny(root / "tiny")
+    config = fixtures.tiny(root / "tiny63", eos_token_id=63)
+    fixtures.draft(root / "draft1", config, 1)
+    fixtures.draft(root / "draft2", config, 2)
+    fixtures.draft(root / "draft3", config, 3)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny(models):
+    """The tiny target with EOS 63 and its untrained two-specialist drafter."""
+    return Generator.from_pretrained(str(models / "tiny63"), str(models / "draft2"), spans=(2, 2))
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Opens the golden target with one of the golden drafts, once for each."""
+    opened = {}
+
+    def open_draft(name: str) -> Generator:
+        if name not in opened:
+            opened[name] = golden_data.generator(name)
+        return opened[name]
+
+    return open_draft
