@@ -1,0 +1,179 @@
+"""The target against transformers, in float32, on random tiny configs in every style that is supported."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert.checkpoint import Source
+from convert.from_hf import load_target
+from poss_jax import cache, llama
+from poss_jax.attention import causal
+from poss_jax.config import BlockConfig, RopeConfig, TargetConfig
+from poss_jax.errors import InputError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "grouped queries": {},
+    "one KV head": {"num_key_value_heads": 1},
+    "a KV head for each query head": {"num_key_value_heads": 6},
+    "explicit head_dim": {"head_dim": 16},
+    "head_dim over one KV head": {"head_dim": 4, "num_key_value_heads": 1},
+    "tied head": {"tie_word_embeddings": True},
+    "attention biases": {"attention_bias": True},
+    "MLP biases": {"mlp_bias": True},
+    "all at once": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+    "theta": {"rope_theta": 500000.0},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "llama3": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+}
+PROMPT, TOTAL = 36, 44  # the prompt is longer than max_position_embeddings, so that dynamic scaling sets in
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run_prompt(params, config, tokens):
+    """Logits of all rows, and caches of TOTAL slots that hold them."""
+    rows = tokens.shape[1]
+    lengths = jnp.full(tokens.shape, rows)
+    features, new = llama.forward(params, config, tokens, jnp.arange(rows)[None], lengths, causal(rows))
+    caches = tuple(
+        cache.write(cache.empty(config.block, 1, TOTAL, jnp.float32), layer, jnp.zeros(1, int)) for layer in new
+    )
+    return llama.head(params, features)[0], caches
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run_token(params, config, token, caches, length):
+    """Logits after one more token, through the caches."""
+    features, new = llama.forward(
+        params, config, token[None, None], length[:, None], length[:, None] + 1, causal(1), caches, length
+    )
+    caches = tuple(cache.write(old, layer, length) for old, layer in zip(caches, new, strict=True))
+    return llama.head(params, features)[0, 0], caches
+
+
+def make_model(directory, options: dict, old_style: bool):
+    """A random model saved by transformers; `old_style` rewrites its config as transformers 4 wrote it."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    assert "rope_parameters" in config
+    if old_style:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        if rope["rope_type"] == "linear":
+            config["rope_scaling"] = {"type": "linear", "factor": rope["factor"]}
+        path.write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("old_style", [False, True], ids=["new config", "old config"])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(tmp_path, name, old_style):
+    """Prompt at once, then token by token through the cache."""
+    model = make_model(tmp_path, CASES[name], old_style)
+    target = load_target(Source.open(str(tmp_path)), lambda array, spec: jnp.asarray(array))
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], TOTAL)
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens[None, :PROMPT]), use_cache=True)
+        logits, caches = run_prompt(target.params, target.config, tokens[None, :PROMPT])
+        np.testing.assert_allclose(logits, theirs.logits[0], atol=1e-4)
+        for index in range(PROMPT, TOTAL):
+            theirs = model(torch.tensor(tokens[None, index : index + 1]), past_key_values=theirs.past_key_values)
+            logits, caches = run_token(
+                target.params, target.config, jnp.int32(tokens[index]), caches, jnp.array([index])
+            )
+            np.testing.assert_allclose(logits, theirs.logits[0, 0], atol=1e-4, err_msg=f"token {index}")
+
+
+def test_long_prompts_are_attended_in_chunks_with_the_same_result(tmp_path):
+    make_model(tmp_path, {}, False)
+    target = load_target(Source.open(str(tmp_path)), lambda array, spec: jnp.asarray(array))
+    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (1, 1024))
+    positions = jnp.arange(1024)[None]
+    forward = jax.jit(llama.forward, static_argnums=1)
+    whole, _ = forward(target.params, target.config, tokens, positions, positions, causal(1024))
+    first, _ = forward(
+        target.params, target.config, tokens[:, :500], positions[:, :500], positions[:, :500], causal(500)
+    )
+    np.testing.assert_allclose(whole[:, :500], first, atol=1e-4)
+
+
+def test_frequency_factors_divide_the_inverse_frequencies():
+    """A GGUF file gives llama3 scaling as factors; the rotation is the same."""
+    from poss_jax.rotary import rotary
+
+    scaled = RopeConfig.from_hf({"rope_theta": 500000.0, "rope_scaling": LLAMA3, "max_position_embeddings": 128})
+    plain = 1 / 500000.0 ** (np.arange(0, 16, 2) / 16)
+    positions = jnp.arange(40)[None]
+    cos, sin = rotary(scaled, 16, positions, positions)
+    angle = np.arctan2(sin[0, 1], cos[0, 1])  # at position 1 the angles are the inverse frequencies
+    factors = RopeConfig(theta=500000.0, frequency_factors=tuple(plain / angle))
+    np.testing.assert_allclose(rotary(factors, 16, positions, positions)[0], cos, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "linear rotary scaling lacks 'factor'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary type 'longrope' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"hidden_size": None}, "the model config lacks 'hidden_size'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
+    ],
+)
+def test_configs_that_need_another_computation_are_refused_by_name(change, message):
+    with pytest.raises(InputError, match=message):
+        TargetConfig.from_hf({**SIZES, **change})
+
+
+def test_context_is_stretched_by_linear_and_dynamic_scaling_only():
+    def context(scaling):
+        return TargetConfig.from_hf({**SIZES, "rope_scaling": scaling}).context
+
+    assert context(None) == 32
+    assert context({"rope_type": "linear", "factor": 4.0}) == 128
+    assert context({"rope_type": "dynamic", "factor": 2.0}) == 64
+    assert context(LLAMA3) == 32
+
+
+def test_head_dim_defaults_to_hidden_over_heads():
+    assert BlockConfig.from_hf(SIZES).head_dim == 8
+    assert BlockConfig.from_hf({**SIZES, "head_dim": None}).head_dim == 8
+    assert BlockConfig.from_hf({**SIZES, "head_dim": 16}).head_dim == 16
