@@ -19,6 +19,7 @@ from convert.gguf import GGUFCheckpoint
 from poss_jax.errors import InputError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+LONGEST_NAME = 255  # bytes of one part of a path; the operating system refuses to look up longer ones
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
@@ -28,6 +29,8 @@ def locate(name: str) -> Path:
     A directory without `config.json` that holds exactly one GGUF file stands for that file.
     """
     path = Path(name).expanduser()
+    if not name or len(path.name.encode()) > LONGEST_NAME or "\0" in name:
+        raise InputError(f"{name!r} is not the name of a file or directory")
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
@@ -49,9 +52,8 @@ def _download(hub_id: str) -> Path:
         if not any(directory.glob("*.safetensors")):
             snapshot_download(hub_id, allow_patterns=["*.bin"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"{hub_id}: no such directory here, and not available from the model hub ({reason})"
+            f"{hub_id}: no such directory here, and not available from the model hub ({first_line(error)})"
         ) from error
     return directory
 
@@ -82,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds a {type(value).__name__}, expected an object")
@@ -124,6 +126,8 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: holds no weight_map")
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise InputError(f"{index}: its weight_map must give a file name for every tensor")
         missing = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
         if missing:
             raise InputError(f"{index}: names {missing[0]!r}, which is not there")
@@ -157,19 +161,29 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{path}: not a PyTorch file of tensors only ({reason})") from error
+        raise InputError(f"{path}: not a PyTorch file of tensors only ({first_line(error)})") from error
     if not isinstance(tensors, dict):
         raise InputError(f"{path}: holds a {type(tensors).__name__}, expected a dictionary of tensors")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
-    return {name: _to_numpy(tensor) for name, tensor in tensors.items()}
+    return {name: _to_numpy(path, name, tensor) for name, tensor in tensors.items()}
 
 
-def _to_numpy(tensor) -> np.ndarray:
+def _to_numpy(path: Path, name: Any, tensor: Any) -> np.ndarray:
     import torch
 
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{path}: {name!r} is a {type(tensor).__name__}, expected tensors under their names")
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{path}: {name!r} is a sparse tensor; store it dense")
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own: carry the bits over
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{path}: {name!r} holds {kind}; expected float32, float16 or bfloat16") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or what kind it is if it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

@@ -1,7 +1,9 @@
 """Hugging Face checkpoints in: targets and drafters, from names and shapes that must all fit."""
 
+import contextlib
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,11 +72,30 @@ def load_target(source: Source, place: Place) -> Loaded:
 
     Raises InputError naming the file and the field or tensor that does not fit.
     """
-    config = TargetConfig.from_hf(source.config)
+    with _naming(source):
+        config = TargetConfig.from_hf(source.config)
+    if config.tie_embeddings and _has_own_head(source.tensors):
+        config = dataclasses.replace(config, tie_embeddings=False)
     tensors = Tensors(source.tensors, source.path)
     params = _target_params(tensors, config, place)
     tensors.finish()
     return Loaded(config, params, source.config)
+
+
+@contextlib.contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Puts the checkpoint's path in front of what is wrong with its config."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{source.path}: {error}") from None
+
+
+def _has_own_head(tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether a config that says tied is contradicted by a stored head with other values; then that head is used,
+    as transformers does."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    return head in tensors and embed in tensors and not np.array_equal(tensors[embed], tensors[head])
 
 
 def _target_params(tensors: Tensors, config: TargetConfig, place: Place) -> dict[str, Any]:
@@ -144,7 +165,8 @@ def load_draft(source: Source, place: Place, spans: tuple[int, ...] | None = Non
     missing, too much or of another shape.
     """
     spans = _spans(source, spans)
-    config = DraftConfig.from_hf(source.config, spans)
+    with _naming(source):
+        config = DraftConfig.from_hf(source.config, spans)
     tensors = Tensors(source.tensors, source.path)
     params = _draft_params(tensors, config, place)
     tensors.finish()
@@ -178,7 +200,7 @@ def _stored_spans(source: Source) -> tuple[int, ...] | None:
     spans = source.config.get("spans")
     if spans is None:
         return None
-    if not isinstance(spans, list) or not spans or not all(isinstance(n, int) and n > 0 for n in spans):
+    if not isinstance(spans, list) or not spans or not all(type(n) is int and n > 0 for n in spans):
         raise InputError(f"{source.path}: spans {spans!r} in config.json must be a list of whole numbers from 1 up")
     return tuple(spans)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from convert.checkpoint import first_line
 from convert.gguf import GGUFCheckpoint
 from convert.gguf_tokenizer import tokenizer_from_gguf
 from poss_jax.errors import InputError
@@ -22,5 +23,5 @@ def load_tokenizer(path: Path, checkpoint: GGUFCheckpoint | None = None):
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise InputError(f"{path}: the tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})") from error
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise InputError(f"{path}: the tokenizer cannot be loaded ({first_line(error)})") from error

@@ -1,7 +1,6 @@
 """A conversation of many turns at a prompt."""
 
 import sys
-from typing import TextIO
 
 from infer.engine import Generator
 from infer.settings import Settings
@@ -10,13 +9,14 @@ from poss_jax.errors import InputError
 INTRODUCTION = "Type a message and press Enter. /reset starts over, /quit or end-of-file ends."
 
 
-def chat(generator: Generator, settings: Settings, system: str | None, output: TextIO = sys.stdout) -> None:
-    """Reads user turns from standard input until its end, and streams each answer to `output`.
+def chat(generator: Generator, settings: Settings, system: str | None) -> None:
+    """Reads user turns from standard input until its end, and streams each answer.
 
     The whole conversation is the prompt of every turn. A turn that no longer fits the context is refused with a
     line, and the conversation goes on without it.
     """
     generator.encode([{"role": "user", "content": "?"}], system=system)  # a missing template is said at once
+    generator.check([], settings)
     print(INTRODUCTION, file=sys.stderr)
     messages: list[dict[str, str]] = []
     while (line := _ask()) is not None:
@@ -29,13 +29,13 @@ def chat(generator: Generator, settings: Settings, system: str | None, output: T
         try:
             answer = ""
             for piece in generator.stream(messages, settings, system=system):
-                print(piece, end="", flush=True, file=output)
+                print(piece, end="", flush=True)
                 answer += piece
         except InputError as error:
             messages.pop()
             print(f"{error}; /reset starts over", file=sys.stderr)
             continue
-        print(file=output, flush=True)
+        print(flush=True)
         messages.append({"role": "assistant", "content": answer})
 
 

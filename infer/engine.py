@@ -74,7 +74,7 @@ class Generator:
             raise InputError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
         place, notes = _place_on(mesh, jnp.dtype(dtype))
         source = Source.open(target)
-        draft_source = Source.open(draft) if draft else None
+        draft_source = None if draft is None else Source.open(draft)
         text = _tokenizer_for(source, tokenizer)
         loaded = load_target(source, place)
         drafter = load_draft(draft_source, place, spans) if draft_source else None
@@ -98,6 +98,7 @@ class Generator:
     ) -> list[Generation]:
         """Answers all prompts, in their order. `options` are fields of `Settings`."""
         settings = _settings(settings, options)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         encoded = [self.encode(prompt, raw=raw, system=system) for prompt in prompts]
         return [answer for batch in self.batches(encoded, settings, trace=trace) for answer in batch]
 
@@ -125,10 +126,10 @@ class Generator:
         self, prompts: Sequence[list[int]], settings: Settings, *, trace: bool = False
     ) -> Iterator[list[Generation]]:
         """Answers token-id prompts batch by batch. All prompts are checked before the first one runs."""
-        for index, ids in enumerate(prompts):
-            self._check_prompt(ids, settings, f"prompt {index + 1}" if len(prompts) > 1 else "the prompt")
-        if settings.seeds is not None and len(settings.seeds) != len(prompts):
-            raise InputError(f"{len(settings.seeds)} seeds were given for {len(prompts)} prompts")
+        self.check(prompts, settings)
+        if not prompts:
+            return
+        settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, len(prompts)))
         looking = trace or bool(settings.stop)
         for first in range(0, len(prompts), settings.batch_size):
             group = prompts[first : first + settings.batch_size]
@@ -140,8 +141,7 @@ class Generator:
         self, prompts: Sequence[list[int]], settings: Settings, *, trace: bool = False
     ) -> Iterator[list[Generation]]:
         """Answers one batch of token-id prompts, yielding what is there after every few rounds."""
-        for ids in prompts:
-            self._check_prompt(ids, settings, "the prompt")
+        self.check(prompts, settings)
         settings = dataclasses.replace(settings, batch_size=len(prompts))
         seeds = settings.seeds or [settings.seed] * len(prompts)
         yield from self._run(prompts, seeds, settings, looking=True, trace=trace)
@@ -158,22 +158,22 @@ class Generator:
         """The host loop over one batch. Yields unfinished answers only if `looking`; the last ones are finished."""
         batch = _Batch(self, prompts, seeds, settings)
         compile_seconds = batch.compile()
-        started = time.perf_counter()
-        batch.start()
         visit = 1 if trace else ROUNDS_PER_VISIT if looking else np.iinfo(np.int32).max
         traces: list[list[dict[str, Any]]] = [[] for _ in prompts]
         answers: list[Generation | None] = [None] * len(prompts)
+        seconds, started = 0.0, time.perf_counter()
+        batch.start()
         while True:
             batch.look()
+            seconds += time.perf_counter() - started
             for row in range(len(prompts)):
                 if answers[row] is None or answers[row].stop_reason is None:
-                    answers[row] = batch.answer(
-                        row, time.perf_counter() - started, compile_seconds, traces[row] if trace else None
-                    )
+                    answers[row] = batch.answer(row, seconds, compile_seconds, traces[row] if trace else None)
             yield list(answers)
             running = [answer.stop_reason is None for answer in answers]
             if not any(running):
                 return
+            started = time.perf_counter()  # what the caller does with an answer does not count
             batch.stop_rows([not still for still in running])
             committed = batch.length - 1
             batch.advance(visit)
@@ -182,17 +182,23 @@ class Generator:
                 for row in np.flatnonzero(running):
                     traces[row].append(round_record(last, row, len(traces[row]), int(committed[row])))
 
-    def _check_prompt(self, ids: list[int], settings: Settings, name: str) -> None:
+    def check(self, prompts: Sequence[list[int]], settings: Settings) -> None:
+        """Raises InputError if any of these token-id prompts cannot be answered with these settings."""
         vocab, context = self.target.config.vocab_size, self._max_length(settings)
-        if not ids:
-            raise InputError(f"{name} is empty")
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise InputError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocab - 1}")
-        if len(ids) >= context:
-            raise InputError(
-                f"{name} has {len(ids)} tokens, which leaves no room for a new one: the context holds {context}"
-            )
+        if settings.stop and self.tokenizer is None:
+            raise InputError("--stop needs text, and the target has no tokenizer; use --eos-ids")
+        if settings.seeds is not None and len(settings.seeds) != len(prompts):
+            raise InputError(f"{len(settings.seeds)} seeds were given for {len(prompts)} prompts")
+        _check_ids(settings.eos_ids or (), vocab, "--eos-ids")
+        for index, ids in enumerate(prompts):
+            name = f"prompt {index + 1}" if len(prompts) > 1 else "the prompt"
+            if not ids:
+                raise InputError(f"{name} is empty")
+            _check_ids(ids, vocab, name)
+            if len(ids) >= context:
+                raise InputError(
+                    f"{name} has {len(ids)} tokens, which leaves no room for a new one: the context holds {context}"
+                )
 
     def _max_length(self, settings: Settings) -> int:
         context = self.target.config.context
@@ -275,8 +281,6 @@ class _Batch:
         accept_lengths = self.accept_lengths[row, : self.rounds[row]].tolist()
         reason = self._device_reason(row)
         text = self._decode(token_ids)
-        if self.settings.stop and text is None:
-            raise InputError("--stop needs text, and the target has no tokenizer; use --eos-ids")
         place = find_stop(text, self.settings.stop) if self.settings.stop else None
         if place is not None:
             reason, text = "stop_string", text[:place]
@@ -320,12 +324,18 @@ def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
         declared = declared if generation is None else generation
     ids = list(declared) if isinstance(declared, list) else [declared]
     ids.append(getattr(tokenizer, "eos_token_id", None))
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    ids = [token for token in ids if token is not None]
+    if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
+        raise InputError(f"{source.path}: eos_token_id {declared!r} must be a token id or a list of them")
+    return tuple(dict.fromkeys(ids))
 
 
 def _tokenizer_for(source: Source, name: str | None):
     if name is not None:
-        return load_tokenizer(locate(name))
+        tokenizer = load_tokenizer(locate(name))
+        if tokenizer is None:
+            raise InputError(f"{name}: holds no tokenizer")
+        return tokenizer
     return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
 
 
@@ -346,6 +356,12 @@ def _place_on(mesh_text: str | None, dtype: jnp.dtype) -> tuple[Place, list[str]
         return jax.device_put(np.asarray(array).astype(dtype), sharding.parameter_sharding(mesh, spec))
 
     return place, [f"weights are split over {mesh.size} devices"]
+
+
+def _check_ids(ids: Sequence[int], vocab: int, name: str) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise InputError(f"{name} holds token id {wrong}; the vocabulary has ids 0 to {vocab - 1}")
 
 
 def _check_pair(target: TargetConfig, draft: Loaded) -> None:

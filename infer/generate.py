@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
                          "is the prompt) or prompt_ids")  # fmt: skip
     prompts.add_argument("--chat", action="store_true", help="hold a conversation at a prompt")
     prompts.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
-    prompts.add_argument("--system", help="system prompt in front of every conversation")
+    prompts.add_argument("--system", help="system prompt in front of conversations that have none")
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
@@ -102,8 +103,6 @@ def settings_from(options: argparse.Namespace) -> Settings:
     values["stop"] = tuple(options.stop)
     if options.eos_ids is not None:
         values["eos_ids"] = tuple(prompt_forms.parse_ids(options.eos_ids))
-        if options.ignore_eos:
-            raise InputError("--eos-ids and --ignore-eos contradict each other; give one of them")
     return Settings(**values)
 
 
@@ -121,37 +120,43 @@ def read_prompts(options: argparse.Namespace) -> list[prompt_forms.Prompt]:
 
 def check_flags(options: argparse.Namespace) -> None:
     """Combinations that would silently ignore a flag are refused."""
-    if not options.draft:
-        for flag in ("spans", "compare", "trace"):
-            if getattr(options, flag):
-                raise InputError(f"--{flag} needs --draft")
-    if options.plain and options.compare:
-        raise InputError("--compare decodes both ways; leave out --plain")
-    if options.plain and options.trace:
-        raise InputError("--trace writes draft trees; leave out --plain")
-    if options.chat:
-        for flag in ("raw", "json", "trace", "compare"):
-            if getattr(options, flag):
-                raise InputError(f"--chat and --{flag} do not go together")
-    if options.trace and not Path(options.trace).absolute().parent.is_dir():
-        raise InputError(f"--trace {options.trace}: its directory does not exist")
+    clashes = [
+        (options.plain and options.compare, "--compare decodes both ways; leave out --plain"),
+        (options.plain and options.trace, "--trace writes draft trees; leave out --plain"),
+        (options.batch_size > 1 and options.compare, "--compare times prompts alone; leave out --batch-size"),
+        (options.batch_size > 1 and options.chat, "--chat is one conversation; leave out --batch-size"),
+    ]
+    for flag in ("spans", "compare", "trace"):
+        clashes.append((getattr(options, flag) and options.draft is None, f"--{flag} needs --draft"))
+    for flag in ("raw", "json", "trace", "compare"):
+        clashes.append((options.chat and getattr(options, flag), f"--chat and --{flag} do not go together"))
+    for flag in ("raw", "system"):
+        given = options.prompt_ids is not None and getattr(options, flag)
+        clashes.append((given, f"--{flag} is for text; --prompt-ids are taken as they are"))
+    for clash, message in clashes:
+        if clash:
+            raise InputError(message)
+    if options.trace is not None:
+        path = Path(options.trace).absolute()
+        if not options.trace or path.is_dir() or not path.parent.is_dir():
+            raise InputError(f"--trace {options.trace!r}: not a file in a directory that exists")
 
 
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags; raises InputError before anything is written or run."""
     check_flags(options)
     settings, prompts = settings_from(options), read_prompts(options)
-    spans = parse_spans(options.spans) if options.spans else None
+    spans = None if options.spans is None else parse_spans(options.spans)
     generator = Generator.from_pretrained(
         options.target, options.draft, spans=spans, dtype=options.dtype, mesh=options.mesh, tokenizer=options.tokenizer
     )  # fmt: skip
+    encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
+    generator.check(encoded, settings)
     for note in generator.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.chat:
         chat(generator, settings, options.system)
-        return
-    encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
-    if options.compare:
+    elif options.compare:
         _run_comparison(generator, encoded, settings, options)
     elif options.json or settings.batch_size > 1 or options.trace or generator.tokenizer is None:
         _run_batches(generator, encoded, settings, options)
@@ -220,7 +225,7 @@ def describe(generation: Generation) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 bad input, 130 interrupted."""
+    """Exit status: 0 done, 2 bad input, 130 interrupted, 141 output closed."""
     options = build_parser().parse_args(arguments)
     try:
         run(options)
@@ -229,6 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 

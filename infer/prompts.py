@@ -1,6 +1,7 @@
 """Prompts: from a JSON-lines file, and to token ids with the chat template or without."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ FIELDS = ("prompt", "messages", "turns", "prompt_ids")
 def read_prompts(path: str) -> list[Prompt]:
     """One prompt a line: an object with `prompt`, `messages`, `turns` (its first one is taken) or `prompt_ids`."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that cannot be one
         raise InputError(f"{path}: not readable ({error})") from error
     prompts = [_prompt_of(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
@@ -27,7 +28,7 @@ def read_prompts(path: str) -> list[Prompt]:
 def _prompt_of(line: str, where: str) -> Prompt:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from error
     field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
     if field is None:
@@ -49,22 +50,25 @@ def _well_formed(value: Any, field: str) -> bool:
         return False
     if field == "prompt_ids":
         return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
-    return all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value)
+    return all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in value
+    )
 
 
 def parse_ids(text: str) -> list[int]:
     """ "0,12,20" gives [0, 12, 20]."""
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise InputError(f"token ids {text!r} must be whole numbers with commas between, such as 0,12,20") from None
+    parts = text.split(",") if text.strip() else []
+    if not all(re.fullmatch(r"\s*-?[0-9]+\s*", part) for part in parts):
+        raise InputError(f"token ids {text!r} must be whole numbers with commas between, such as 0,12,20")
+    return [int(part) for part in parts]
 
 
 def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[int]:
     """Token ids of a prompt. A text is one user turn in the chat template unless `raw`.
 
-    The template writes its own special tokens, the raw text gets those that the tokenizer adds: either way there
-    is one beginning-of-text token at most. Token ids are taken as they are.
+    The template writes its own special tokens, the raw text gets those that the tokenizer adds unless it begins
+    with them: either way there is one beginning-of-text token at most. `system` goes in front of conversations
+    that have no system turn. Token ids are taken as they are.
     """
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
@@ -76,13 +80,14 @@ def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[
         if raw:
             if system is not None:
                 raise InputError("--system needs the chat template; leave out --raw")
-            return tokenizer(prompt).input_ids
+            ids = tokenizer(prompt).input_ids
+            return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
         prompt = [{"role": "user", "content": prompt}]
     if raw:
         raise InputError("messages need the chat template; leave out --raw")
     if not tokenizer.chat_template:
         raise InputError("the target's tokenizer has no chat template; pass --raw to give it the text as it is")
-    if system is not None:
+    if system is not None and all(message["role"] != "system" for message in prompt):
         prompt = [{"role": "system", "content": system}, *prompt]
     return tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
 

@@ -35,14 +35,20 @@ class Settings:
 
     def __post_init__(self):
         for name in ("max_new_tokens", "batch_size", "levels", "total_nodes", "draft_top_k"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{_flag(name)} {getattr(self, name)} must be at least 1")
-        if self.max_length is not None and self.max_length < 2:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{_flag(name)} {value} must be a whole number of at least 1")
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
             raise InputError(f"--max-length {self.max_length} must be at least 2, a prompt token and a new one")
+        if isinstance(self.stop, str):
+            raise InputError(f"stop must be a sequence of strings, such as ({self.stop!r},)")
         if any(not text for text in self.stop):
             raise InputError("--stop needs a string that is not empty")
-        if not all(0 <= seed < 2**32 for seed in (self.seed, *(self.seeds or ()))):
-            raise InputError(f"--seed {self.seed} must be from 0 to {2**32 - 1}")
+        for seed in (self.seed, *(self.seeds or ())):
+            if not isinstance(seed, int) or not 0 <= seed < 2**32:
+                raise InputError(f"--seed {seed} must be a whole number from 0 to {2**32 - 1}")
+        if self.eos_ids is not None and self.ignore_eos:
+            raise InputError("--eos-ids and --ignore-eos contradict each other; give one of them")
         self.sampling, self.tree  # noqa: B018 - both check their own numbers
 
     @property

@@ -50,18 +50,24 @@ def causal(rows: int) -> jax.Array:
 
 
 def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
-    scores = jnp.concatenate([_scores(query, part) for part in parts], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)
+    batch, rows, heads, group, size = query.shape
+    # [b, k, g * t, d]: both products become one matrix product per KV head, with keys and values as they lie.
+    query = query.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * rows, size)
+    scores = jnp.concatenate([_scores(query, part, group) for part in parts], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)  # m below: g * t
     attended, first = 0.0, 0
     for part in parts:
         last = first + part.rows.keys.shape[2]
         part_weights = weights[..., first:last].astype(part.rows.values.dtype)
-        attended += jnp.einsum("bkgts,bksd->btkgd", part_weights, part.rows.values, preferred_element_type=jnp.float32)
+        attended += jnp.einsum("bkms,bksd->bkmd", part_weights, part.rows.values, preferred_element_type=jnp.float32)
         first = last
+    attended = attended.reshape(batch, heads, group, rows, size).transpose(0, 3, 1, 2, 4)
     return attended.astype(query.dtype)
 
 
-def _scores(query: jax.Array, part: Part) -> jax.Array:
-    """[b, k, g, t, s], float32."""
-    scores = jnp.einsum("btkgd,bksd->bkgts", query, part.rows.keys, preferred_element_type=jnp.float32)
-    return jnp.where(part.mask[:, None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
+def _scores(query: jax.Array, part: Part, group: int) -> jax.Array:
+    """[b, k, g * t, s], float32, of `query` [b, k, g * t, d]."""
+    scores = jnp.einsum("bkmd,bksd->bkms", query, part.rows.keys, preferred_element_type=jnp.float32)
+    batch, heads, queries, slots = scores.shape
+    grouped = scores.reshape(batch, heads, group, queries // group, slots) * query.shape[-1] ** -0.5
+    return jnp.where(part.mask[:, None, None], grouped, -jnp.inf).reshape(scores.shape)

@@ -1,5 +1,7 @@
 """KV caches of static shape: allocate, write rows, see the filled part."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -23,13 +25,11 @@ def write(cache: KeyValues, rows: KeyValues, start: jax.Array) -> KeyValues:
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, axis: int = 0) -> jax.Array:
     """`dynamic_update_slice` along `axis` (batch not counted) at a place of its own in each batch row."""
-
-    def write_one(old: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis)
-
+    rows = rows.astype(buffer.dtype)
     if buffer.shape[0] == 1:  # a plain slice update; under vmap it becomes a scatter, which is slower
-        return write_one(buffer[0], rows[0], start[0])[None]
-    return jax.vmap(write_one)(buffer, rows, start)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis + 1)
+    update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+    return jax.vmap(update)(buffer, rows, start)
 
 
 def read_rows(buffer: jax.Array, start: jax.Array, count: int, axis: int = 0) -> jax.Array:

@@ -33,25 +33,26 @@ class RopeConfig:
 
         Raises InputError for a rotary type that is not one of `ROPE_KINDS` and for partial rotation.
         """
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        parameters, scaling = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+        scaling = {**parameters, **scaling}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ROPE_KINDS:
             raise InputError(f"rotary type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise InputError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-        parameters = {**(config.get("rope_parameters") or {}), **scaling}
-        theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-        max_position = config.get("max_position_embeddings", 2048)
+        theta = _real(scaling if scaling.get("rope_theta") else config, "rope_theta", 10000.0)
+        max_position = _whole(config, "max_position_embeddings", 2048)
         extra: dict[str, Any] = {}
+        where = f"{kind} rotary scaling"
         if kind != "default":
-            extra["factor"] = float(_required(scaling, "factor", f"{kind} rotary scaling"))
+            extra["factor"] = _real(scaling, "factor", where=where)
         if kind == "llama3":
-            extra["low_frequency_factor"] = float(_required(scaling, "low_freq_factor", "llama3 rotary scaling"))
-            extra["high_frequency_factor"] = float(_required(scaling, "high_freq_factor", "llama3 rotary scaling"))
-            max_position = scaling.get("original_max_position_embeddings") or max_position
+            extra["low_frequency_factor"] = _real(scaling, "low_freq_factor", where=where)
+            extra["high_frequency_factor"] = _real(scaling, "high_freq_factor", where=where)
+            max_position = _whole(scaling, "original_max_position_embeddings", max_position, where=where)
         factors = tuple(float(f) for f in config.get("rope_frequency_factors") or ())
-        return cls(kind=kind, theta=float(theta), max_position=int(max_position), frequency_factors=factors, **extra)
+        return cls(kind=kind, theta=theta, max_position=max_position, frequency_factors=factors, **extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +75,9 @@ class BlockConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "BlockConfig":
         """Raises InputError for a missing or impossible size, naming it."""
-        heads = int(_required(config, "num_attention_heads"))
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        hidden = int(_required(config, "hidden_size"))
-        head_dim = int(config.get("head_dim") or hidden // heads)
+        heads, hidden = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
+        kv_heads = _whole(config, "num_key_value_heads", heads, absent=(None,))
+        head_dim = _whole(config, "head_dim", hidden // heads, absent=(None,))
         if heads % kv_heads:
             raise InputError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
@@ -87,11 +87,11 @@ class BlockConfig:
             raise InputError(f"hidden_act {activation!r} is not supported; only 'silu' is")
         return cls(
             hidden_size=hidden,
-            intermediate_size=int(_required(config, "intermediate_size")),
+            intermediate_size=_whole(config, "intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_real(config, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(config),
         )
 
@@ -118,16 +118,16 @@ class TargetConfig:
         if kind not in MODEL_TYPES:
             raise InputError(f"model_type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
         if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
+            method = _mapping(config, "quantization_config").get("quant_method", "unknown")
             raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
         block = BlockConfig.from_hf(config)
-        context = int(config.get("max_position_embeddings", 2048))
+        context = _whole(config, "max_position_embeddings", 2048)
         if block.rope.kind in ("linear", "dynamic"):  # such configs give the length before stretching
             context = int(context * block.rope.factor)
         return cls(
             block=block,
-            vocab_size=int(_required(config, "vocab_size")),
-            num_layers=int(_required(config, "num_hidden_layers")),
+            vocab_size=_whole(config, "vocab_size"),
+            num_layers=_whole(config, "num_hidden_layers"),
             context=context,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -157,7 +157,7 @@ class DraftConfig:
         """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`."""
         return cls(
             block=BlockConfig.from_hf(config),
-            vocab_size=int(_required(config, "vocab_size")),
+            vocab_size=_whole(config, "vocab_size"),
             spans=tuple(spans),
             fc_bias=bool(config.get("bias", True)),
         )
@@ -192,7 +192,38 @@ def format_spans(spans: tuple[int, ...]) -> str:
     return ",".join(str(span) for span in spans)
 
 
-def _required(config: Mapping[str, Any], name: str, where: str = "the model config") -> Any:
-    if config.get(name) is None:
-        raise InputError(f"{where} lacks {name!r}")
-    return config[name]
+_MISSING = object()
+
+
+def _number(config: Mapping[str, Any], name: str, default: Any, where: str, absent: tuple) -> Any:
+    value = config.get(name, _MISSING)
+    if value is _MISSING or value in absent or (value is None and default is None):
+        if default is None:
+            raise InputError(f"{where} lacks {name!r}")
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise InputError(f"{where} has {name} {value!r}, expected a positive number")
+    return value
+
+
+def _whole(
+    config: Mapping[str, Any], name: str, default: int | None = None, where: str = "the config", absent: tuple = ()
+) -> int:
+    """A whole number of at least 1. `absent`: values that mean the same as leaving the field out."""
+    value = _number(config, name, default, where, absent)
+    if value != int(value):
+        raise InputError(f"{where} has {name} {value!r}, expected a whole number")
+    return int(value)
+
+
+def _real(config: Mapping[str, Any], name: str, default: float | None = None, where: str = "the config") -> float:
+    """A positive number."""
+    return float(_number(config, name, default, where, ()))
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object; {} where the field is absent or null."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise InputError(f"the config has {name} {value!r}, expected an object")
+    return value

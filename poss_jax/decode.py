@@ -198,8 +198,11 @@ def _commit(
     committed = state.length - 1
     path = accepted.path  # [b, levels + 1]
     kept = path[:, None, :, None]  # along the row axis of [b, k, n, d]
+    # No token is negative, but the compiler does not know that: so the caches are written after they were read,
+    # even where the root alone is committed whatever the logits are. Without that order it would copy them.
+    start = committed + (accepted.next_token < 0)
     target_caches = tuple(
-        cache.write(old, KeyValues(*(jnp.take_along_axis(part, kept, axis=2) for part in new)), committed)
+        cache.write(old, KeyValues(*(jnp.take_along_axis(part, kept, axis=2) for part in new)), start)
         for old, new in zip(state.target_caches, new_rows, strict=True)
     )
     # Emitted: path tokens below the root, then next_token in the place after the last accepted one.

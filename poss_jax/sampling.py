@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from poss_jax.errors import InputError
 
+LOWEST_TEMPERATURE = 1e-6  # logits divided by much less overflow float32
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -17,8 +19,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature {self.temperature} must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise InputError(f"temperature {self.temperature} must be 0 (greedy) or from {LOWEST_TEMPERATURE} up")
         if self.top_k < 0:
             raise InputError(f"top_k {self.top_k} must be 0 (off) or a positive number")
         if not 0 < self.top_p <= 1:

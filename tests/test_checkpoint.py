@@ -164,6 +164,12 @@ def test_tied_head_that_is_stored_all_the_same(tied_copy):
     assert greedy(tied_copy, 20) == TIED
 
 
+def test_stored_head_that_differs_from_a_tied_embedding_is_used_as_transformers_5_does(tmp_path):
+    fixtures.tiny(tmp_path, seed=9, eos_token_id=63)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    assert greedy(tmp_path, 20) == [5, 10, 2, 50, 43, 32, 48, 2, 41, 36, 36, 11]
+
+
 def test_rotary_tables_of_old_checkpoints_are_ignored(tied_copy):
     tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4) for layer in range(2)}
     edit_tensors(tied_copy, lambda t: t.update(tables | {"model.rotary_emb.inv_freq": np.ones(4)}))

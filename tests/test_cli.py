@@ -515,7 +515,7 @@ REFUSED = [
     (f"{IDS} --draft {{three}} --spans=-3,3,3", "'-3,3,3'"),
     (f"{IDS} --draft {{three}} --spans 3,3", "2 specialist(s), but the checkpoint holds 3"),
     (f"{IDS} --draft {{one}} --spans 3,3", "2 specialist(s), but the checkpoint holds 1"),
-    (f"{IDS} --draft {{one}} --spans ''", "--spans"),
+    (f"{IDS} --draft {{one}} --spans ''", "spans ''"),
     # Flags that contradict, or that would be ignored.
     (f"{IDS} --spans 3", "--draft"),
     (f"{IDS} --compare", "--draft"),

@@ -15,7 +15,8 @@ from poss_jax.draft import Functions
 from tests import golden_data
 
 SCORE_TOLERANCE, FEATURE_TOLERANCE, LOGIT_TOLERANCE = 2e-4, 1e-4, 1e-3
-UNSURE_GAP = 1e-4  # a tree whose last kept and first dropped scores are closer may legitimately differ
+UNSURE_GAP = 1e-4  # a tree whose last kept and first dropped scores are closer may legitimately differ,
+ROUNDING = 1e-5  # as may one where a node's k-th and next token are, by the float32 difference to be expected
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -102,14 +103,14 @@ def test_traces(golden, name, setting):
 def _check_round(ours: dict, recorded: dict) -> None:
     for field in ("n_committed", "root_token", "accept_length", "next_root"):
         assert ours[field] == recorded[field], field
-    if min(recorded["gap_final"], recorded["gap_beam"]) >= UNSURE_GAP:
-        our_paths, their_paths = _paths(ours), _paths(recorded)
-        assert our_paths.keys() == their_paths.keys()
-        for path, score in their_paths.items():
-            assert our_paths[path] == pytest.approx(score, abs=SCORE_TOLERANCE), path
-    # The order of nodes is a convention that we share, so leaves and accepted path can be compared as they stand.
-    for field in ("tokens", "parents", "depths", "leaf_paths", "accepted_path"):
-        if recorded["gap_node"] >= UNSURE_GAP and min(recorded["gap_final"], recorded["gap_beam"]) >= UNSURE_GAP:
+    if min(recorded["gap_final"], recorded["gap_beam"]) < UNSURE_GAP or recorded["gap_node"] < ROUNDING:
+        return  # 6 of the 324 recorded trees
+    our_paths, their_paths = _paths(ours), _paths(recorded)
+    assert our_paths.keys() == their_paths.keys()
+    for path, score in their_paths.items():
+        assert our_paths[path] == pytest.approx(score, abs=SCORE_TOLERANCE), path
+    if recorded["gap_node"] >= UNSURE_GAP:  # the order of nodes is a convention, which we share
+        for field in ("tokens", "parents", "depths", "leaf_paths", "accepted_path"):
             assert ours[field] == recorded[field], field
 
 

@@ -154,7 +154,7 @@ def test_frequency_factors_divide_the_inverse_frequencies():
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"hidden_size": None}, "the model config lacks 'hidden_size'"),
+        ({"hidden_size": None}, "the config lacks 'hidden_size'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
     ],
 )

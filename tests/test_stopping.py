@@ -91,9 +91,7 @@ def test_g06_prompts_longer_than_the_drafts_max_position(models, tmp_path):
     answers = []
     for limit in (32, 256):
         fixtures.draft(tmp_path / f"draft{limit}", config, 2, max_position_embeddings=limit)
-        generator = Generator.from_pretrained(
-            str(tmp_path / "target"), str(tmp_path / f"draft{limit}"), spans=(2, 2)
-        )
+        generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / f"draft{limit}"), spans=(2, 2))
         answers += generator.generate([prompt_of(60)], max_new_tokens=20, trace=True, **TREE)
     assert answers[0].token_ids == answers[1].token_ids == P60
     assert answers[0].trace == answers[1].trace

@@ -1,0 +1,159 @@
+"""Properties of the compiled programs: how often they compile, what they copy, where they can run."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from infer import Generator, Settings
+from infer.engine import _Batch
+from poss_jax import decode
+from poss_jax.errors import InputError
+from poss_jax.sharding import make_mesh, parse_mesh
+from tests import fixtures, golden_data
+from tests.test_lossless import prompt_of
+
+TREE = {"levels": 3, "total_nodes": 8, "draft_top_k": 2}
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts what the backend compiles, of any function."""
+    compiled = []
+
+    def listen(event: str, duration: float, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
+    options = {"max_new_tokens": 20, "temperature": 0.9, "seed": 1, **TREE}
+    jax.clear_caches()  # whatever other tests have compiled
+    tiny._compiled.clear()
+    with compilations() as first:
+        tiny.generate([prompt_of(18)], **options)
+    assert first, "the counter does not see compilations"
+    with compilations() as second:
+        tiny.generate([prompt_of(31)], **{**options, "seed": 2})
+        list(tiny.visits([prompt_of(20)], Settings(**options)))
+    assert second == []
+    with compilations() as other_bucket:
+        tiny.generate([prompt_of(40)], **options)
+    assert other_bucket
+
+
+def compiled_loop(generator: Generator, **options):
+    """The compiled program of rounds, and the state that it takes."""
+    batch = _Batch(generator, [prompt_of(10)], [0], Settings(**options))
+    batch.start()
+    arguments = (batch.params, batch.plan, batch.state, batch.eos_ids, np.int32(5))
+    return decode.jit_decode.lower(*arguments).compile(), batch.state
+
+
+def bytes_of(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
+def test_caches_are_updated_in_place(tmp_path, plain):
+    """Every byte of the state is aliased to the result, and no copy of a cache is made on the way."""
+    config = fixtures.tiny(tmp_path / "target", max_position_embeddings=8192, head_dim=64, num_attention_heads=2)
+    fixtures.draft(tmp_path / "draft", config, 2)
+    generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), spans=(1, 1))
+    options = {"plain": plain, "levels": 2, "total_nodes": 3, "draft_top_k": 1}
+    temporary = []
+    for new in (1000, 8000):
+        compiled, state = compiled_loop(generator, max_new_tokens=new, **options)
+        memory = compiled.memory_analysis()
+        caches = bytes_of((state.target_caches, state.draft_caches))
+        assert memory.alias_size_in_bytes >= caches
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024
+        temporary.append((memory.temp_size_in_bytes, bytes_of(state.target_caches[0].keys)))
+    # Scores and masks grow with the slots too, but by less than one copy of one layer's keys.
+    (small, small_keys), (large, large_keys) = temporary
+    assert large - small < large_keys - small_keys
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_prefill_and_loop_lower_for_every_platform(golden, platform, sampling):
+    batch = _Batch(golden("poss2"), [[0, 5], [0, 6, 7]], [0, 1], Settings(batch_size=2, **sampling))
+
+    def prefill(params, *arguments):
+        return decode.prefill(params, batch.plan, batch.slots, *arguments)
+
+    def loop(params, state, eos_ids, rounds):
+        return decode.decode(params, batch.plan, state, eos_ids, rounds)
+
+    lowered = export.export(jax.jit(prefill), platforms=[platform])(batch.params, *batch.arguments, batch.eos_ids)
+    assert lowered.platforms == (platform,)
+    state = jax.eval_shape(prefill, batch.params, *batch.arguments, batch.eos_ids)
+    jitted = jax.jit(loop, donate_argnames="state")
+    lowered = export.export(jitted, platforms=[platform])(batch.params, state, batch.eos_ids, jnp.int32(5))
+    assert lowered.platforms == (platform,)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4"])
+def test_a_mesh_gives_the_same_tokens(golden, mesh):
+    """Over 4 devices the 2 KV heads stay whole, and MLP and vocabulary are split all the same."""
+    prompts = list(golden_data.prompts().values())[:3]
+    options = {"max_new_tokens": 32, "batch_size": 3, **TREE}
+    sharded = golden_data.generator("poss3", mesh=mesh)
+    size = int(mesh[-1])
+    layer = sharded.target.params["layers"][0]
+    assert layer["gate_up"].addressable_shards[0].data.shape == (64, 2, 128 // size)
+    assert layer["query_key_value"].addressable_shards[0].data.shape[1] == (1 if size == 2 else 2)
+    whole = golden("poss3").generate(prompts, **options)
+    split = sharded.generate(prompts, **options)
+    assert [answer.token_ids for answer in split] == [answer.token_ids for answer in whole]
+    assert [answer.accept_lengths for answer in split] == [answer.accept_lengths for answer in whole]
+
+
+def test_a_mesh_splits_the_caches_too():
+    generator = golden_data.generator("poss3", mesh="tensor=2")
+    batch = _Batch(generator, [[0, 5]], [0], Settings(max_new_tokens=8, **TREE))
+    batch.start()
+    for layer in (*batch.state.target_caches, *batch.state.draft_caches):
+        assert layer.keys.addressable_shards[0].data.shape[1] == 1  # of 2 KV heads
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2", "mesh axis 'data' is not known here"),
+        ("tensor", "needs a whole number of at least 1"),
+        ("tensor=0", "needs a whole number of at least 1"),
+        ("tensor=2,tensor=2", "given twice"),
+    ],
+)
+def test_meshes_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        parse_mesh(text, ("tensor",))
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(InputError, match="mesh tensor=64 needs 64 devices; this machine has 8"):
+        make_mesh({"tensor": 64})
+
+
+def test_bfloat16_weights_and_caches(models):
+    generator = Generator.from_pretrained(
+        str(models / "tiny63"), str(models / "draft2"), spans=(2, 2), dtype="bfloat16"
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(generator.target.params)} == {jnp.dtype("bfloat16")}
+    options = {"max_new_tokens": 20, "ignore_eos": True, **TREE}
+    batch = _Batch(generator, [prompt_of(9)], [0], Settings(**options))
+    batch.start()
+    assert batch.state.target_caches[0].keys.dtype == jnp.bfloat16
+    (drafted,) = generator.generate([prompt_of(9)], **options)
+    (plain,) = generator.generate([prompt_of(9)], plain=True, **options)
+    assert drafted.token_ids == plain.token_ids
