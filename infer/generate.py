@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -224,9 +224,8 @@ def describe(generation: Generation) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 bad input, 130 interrupted, 141 output closed."""
-    options = build_parser().parse_args(arguments)
+def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Runs a command. 0: done, 2: bad input, said in one line; 130: interrupted; 141: its output was closed."""
     try:
         run(options)
     except InputError as error:
@@ -238,6 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see `exit_status`."""
+    return exit_status(run, build_parser().parse_args(arguments))
 
 
 if __name__ == "__main__":
