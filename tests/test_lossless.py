@@ -72,6 +72,28 @@ def test_any_drafter_and_tree_give_the_plain_text(tmp_path_factory, data):
         assert (ours.token_ids, ours.stop_reason) == (theirs.token_ids, theirs.stop_reason)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaled_rotary_positions_in_trees_are_those_of_single_tokens(tmp_path, scaling):
+    """The texts cross max_position_embeddings, where dynamic scaling begins to change with every token."""
+    config = fixtures.tiny(tmp_path / "target", seed=4, max_position_embeddings=64, rope_scaling=scaling)
+    fixtures.draft(tmp_path / "draft", config, 2, gain=0.3)
+    generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), spans=(1, 2))
+    asked = Settings(max_new_tokens=40, max_length=64 if scaling["rope_type"] == "llama3" else 90, ignore_eos=True)
+    asked = dataclasses.replace(asked, batch_size=2, levels=3, total_nodes=12, draft_top_k=3)
+    prompts = [prompt_of(33), prompt_of(61)]
+    drafted = generator.generate(prompts, asked)
+    plain = generator.generate(prompts, dataclasses.replace(asked, plain=True))
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_golden_drafts_give_the_plain_text_at_any_temperature(golden, temperature):
     generator = golden("poss2")
