@@ -11,8 +11,8 @@ QUESTION = "Explain in three sentences why the sky is blue."
 # Few nodes: on a CPU every node of the tree costs time, so the demo drafts a small one.
 TREE = ("--levels", "4", "--total-nodes", "8", "--draft-top-k", "4")
 EXPLANATION = (
-    "A 2-core CPU does not gain: it computes a pass over 8 tokens hardly faster than 8 passes over one. "
-    "A GPU waits for the weights, which it reads once for the whole tree, so there tokens per round turn into speed."
+    "Why a 2-core CPU does not gain: it is busy with arithmetic, so drafting and checking 8 tokens costs more than the "
+    "tokens a round brings. A GPU is busy reading weights, which one pass reads once however many tokens it checks."
 )
 
 

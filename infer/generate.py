@@ -226,6 +226,7 @@ def describe(generation: Generation) -> str:
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
     """Runs a command. 0: done, 2: bad input, said in one line; 130: interrupted; 141: its output was closed."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it misses torch; we do not
     try:
         run(options)
     except InputError as error:
