@@ -25,11 +25,10 @@ Place = Callable[[np.ndarray, ParameterSpec], jax.Array]
 
 
 class Loaded(NamedTuple):
-    """A checkpoint: our config, the parameters, and the contents of its `config.json`."""
+    """A checkpoint in our form: a `TargetConfig` or `DraftConfig`, and the parameters."""
 
     config: Any
     params: dict[str, Any]
-    hf_config: dict[str, Any]
 
 
 class Tensors:
@@ -79,7 +78,7 @@ def load_target(source: Source, place: Place) -> Loaded:
     tensors = Tensors(source.tensors, source.path)
     params = _target_params(tensors, config, place)
     tensors.finish()
-    return Loaded(config, params, source.config)
+    return Loaded(config, params)
 
 
 @contextlib.contextmanager
@@ -170,7 +169,7 @@ def load_draft(source: Source, place: Place, spans: tuple[int, ...] | None = Non
     tensors = Tensors(source.tensors, source.path)
     params = _draft_params(tensors, config, place)
     tensors.finish()
-    return Loaded(config, params, source.config)
+    return Loaded(config, params)
 
 
 def _spans(source: Source, given: tuple[int, ...] | None) -> tuple[int, ...]:

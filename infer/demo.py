@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import jax
+
 from infer import generate
 
 DRAFTER = Path(__file__).parent / "drafters" / "smollm2-135m-poss3"
@@ -42,7 +44,7 @@ def main() -> int:
         "--compare",
     ]
     status = generate.main([*arguments, *TREE, question])
-    if status == 0:
+    if status == 0 and jax.default_backend() == "cpu":
         print(EXPLANATION)
     return status
 

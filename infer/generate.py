@@ -13,10 +13,10 @@ from tqdm import tqdm
 from infer import prompts as prompt_forms
 from infer.chat import chat
 from infer.compare import Comparison, compare
-from infer.engine import DTYPES, Generator
+from infer.engine import Generator
+from infer.loading import DTYPES
 from infer.results import Generation
 from infer.settings import Settings
-from infer.text import settled
 from infer.trace import write_trace
 from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="(%(default)s)")
     limits.add_argument("--max-length", type=int, help="prompt and new tokens together (default: the target's context)")
     limits.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before this string; "
-                        "may be given several times")  # fmt: skip
+                        "may be given several times; special tokens are no part of the text")  # fmt: skip
     limits.add_argument("--eos-ids", metavar="IDS", help="token ids that end a text, instead of the checkpoint's")
     limits.add_argument("--ignore-eos", action="store_true", help="do not stop at any end-of-text token")
 
@@ -195,11 +195,9 @@ def _run_comparison(generator: Generator, encoded: list[list[int]], settings: Se
 
 def _stream(generator: Generator, ids: list[int], settings: Settings) -> None:
     """Prints text as it is accepted."""
-    shown = ""
-    for (answer,) in generator.visits([ids], settings):
-        text = answer.text if answer.stop_reason else settled(answer.text, settings.stop)
-        print(text[len(shown) :], end="", flush=True)
-        shown = max(shown, text, key=len)
+    answer = None
+    for piece, answer in generator.pieces(ids, settings):  # noqa: B007 - the last answer is the finished one
+        print(piece, end="", flush=True)
     print()
     print(describe(answer), file=sys.stderr)
 

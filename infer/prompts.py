@@ -1,14 +1,16 @@
 """Prompts: from a JSON-lines file, and to token ids with the chat template or without."""
 
 import json
+import operator
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poss_jax.errors import InputError
 
 # A prompt is a text, a list of messages ({"role", "content"}), or a list of token ids.
-Prompt = str | list[dict[str, str]] | list[int]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 FIELDS = ("prompt", "messages", "turns", "prompt_ids")
 
@@ -28,7 +30,7 @@ def read_prompts(path: str) -> list[Prompt]:
 def _prompt_of(line: str, where: str) -> Prompt:
     try:
         record: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from error
     field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
     if field is None:
@@ -58,8 +60,8 @@ def _well_formed(value: Any, field: str) -> bool:
 def parse_ids(text: str) -> list[int]:
     """ "0,12,20" gives [0, 12, 20]."""
     parts = text.split(",") if text.strip() else []
-    if not all(re.fullmatch(r"\s*-?[0-9]+\s*", part) for part in parts):
-        raise InputError(f"token ids {text!r} must be whole numbers with commas between, such as 0,12,20")
+    if not all(re.fullmatch(r"\s*-?[0-9]{1,18}\s*", part) for part in parts):
+        raise InputError(f"token ids {text[:80]!r} must be whole numbers with commas between, such as 0,12,20")
     return [int(part) for part in parts]
 
 
@@ -70,19 +72,24 @@ def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[
     with them: either way there is one beginning-of-text token at most. `system` goes in front of conversations
     that have no system turn. Token ids are taken as they are.
     """
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-        return list(prompt)
+    if not isinstance(prompt, str):
+        ids = _as_ids(prompt)
+        if ids is not None:
+            return ids
     if tokenizer is None:
         raise InputError("the target has no tokenizer, so it cannot read text; give token ids (--prompt-ids)")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError("the prompt is empty")
+        _check_unicode(prompt)
         if raw:
             if system is not None:
                 raise InputError("--system needs the chat template; leave out --raw")
             ids = tokenizer(prompt).input_ids
             return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
         prompt = [{"role": "user", "content": prompt}]
+    for message in prompt:
+        _check_unicode(message["content"])
     if raw:
         raise InputError("messages need the chat template; leave out --raw")
     if not tokenizer.chat_template:
@@ -90,6 +97,26 @@ def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[
     if system is not None and all(message["role"] != "system" for message in prompt):
         prompt = [{"role": "system", "content": system}, *prompt]
     return tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
+
+
+def _as_ids(prompt: Any) -> list[int] | None:
+    """Token ids from any sequence of whole numbers, None if the prompt is one of messages."""
+    try:
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return None
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise InputError(
+            f"a prompt is a text, a list of messages or a list of token ids, and not {prompt!r:.80}"
+        ) from None
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the prompt is not valid Unicode: {ascii(text):.80}") from None
 
 
 def _render(tokenizer, messages: list[dict[str, str]]) -> str:

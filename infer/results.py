@@ -3,15 +3,13 @@
 import dataclasses
 from typing import Any
 
-STOP_REASONS = ("eos", "max_new_tokens", "stop_string", "context")
-
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """The answer to one prompt.
 
     token_ids: new tokens only, a final EOS included. text: decoded without special tokens and cut before a stop
-    string; None without a tokenizer. stop_reason: one of `STOP_REASONS`, None while still running.
+    string; None without a tokenizer. stop_reason: eos, max_new_tokens, stop_string or context; None while running.
     accept_lengths: accepted draft tokens of each round, root and bonus not counted, not cut where the text was.
     seconds: from prompt to last token, compilation excluded; compile_seconds: spent compiling for its batch.
     trace: every round's tree, if asked for.

@@ -1,7 +1,9 @@
 """What can be asked of a generation."""
 
 import dataclasses
+import numbers
 
+from infer.text import REPLACEMENT
 from poss_jax.errors import InputError
 from poss_jax.sampling import Sampling
 from poss_jax.tree import TreeShape
@@ -12,9 +14,9 @@ class Settings:
     """How to generate. The names are those of the command's flags.
 
     `max_length` caps prompt and new tokens together (default: the target's context). `eos_ids` replaces the ids
-    that the checkpoint and the tokenizer name; `ignore_eos` drops them all. `stop`: strings that end the text
-    and are cut from it. With one `seed` a prompt gets the same answer whatever runs beside it; `seeds` gives
-    each prompt its own. `plain` decodes without the drafter.
+    that the checkpoint and the tokenizer name; `ignore_eos` drops them all. `stop`: strings that end the text and are
+    cut from it; special tokens are no part of the text. With one `seed` a prompt gets the same answer whatever runs
+    beside it; `seeds` gives each prompt its own. `plain` decodes without the drafter.
     """
 
     max_new_tokens: int = 256
@@ -36,16 +38,18 @@ class Settings:
     def __post_init__(self):
         for name in ("max_new_tokens", "batch_size", "levels", "total_nodes", "draft_top_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _whole(value) or value < 1:
                 raise InputError(f"{_flag(name)} {value} must be a whole number of at least 1")
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 2):
+        if self.max_length is not None and (not _whole(self.max_length) or self.max_length < 2):
             raise InputError(f"--max-length {self.max_length} must be at least 2, a prompt token and a new one")
         if isinstance(self.stop, str):
             raise InputError(f"stop must be a sequence of strings, such as ({self.stop!r},)")
-        if any(not text for text in self.stop):
-            raise InputError("--stop needs a string that is not empty")
+        if any(not text or REPLACEMENT in text for text in self.stop):
+            raise InputError(f"--stop needs a string that is not empty and has no {REPLACEMENT!r}")
+        if not all(isinstance(value, numbers.Real) for value in (self.temperature, self.top_p, self.top_k)):
+            raise InputError("temperature, top_p and top_k must be numbers")
         for seed in (self.seed, *(self.seeds or ())):
-            if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            if not _whole(seed) or not 0 <= seed < 2**32:
                 raise InputError(f"--seed {seed} must be a whole number from 0 to {2**32 - 1}")
         if self.eos_ids is not None and self.ignore_eos:
             raise InputError("--eos-ids and --ignore-eos contradict each other; give one of them")
@@ -58,6 +62,10 @@ class Settings:
     @property
     def tree(self) -> TreeShape:
         return TreeShape(self.levels, self.total_nodes, self.draft_top_k)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _flag(name: str) -> str:

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from infer.results import Generation
 from infer.settings import Settings
 from poss_jax.config import DraftConfig
@@ -70,10 +68,3 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def to_host(last: Round) -> Round:
-    """The same with numpy arrays."""
-    import jax
-
-    return jax.tree.map(np.asarray, last)

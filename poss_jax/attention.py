@@ -17,10 +17,12 @@ class KeyValues(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Keys and values to attend to, with `mask` [b or 1, t, s]: true where query row t may see key row s."""
+    """Keys and values to attend to. `mask` [b or 1, t or 1, s] is true where query row t may see key row s; None is
+    causal: the keys are those of the query rows, of which each sees itself and the ones before it.
+    """
 
     rows: KeyValues
-    mask: jax.Array
+    mask: jax.Array | None
 
 
 def attention(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
@@ -29,24 +31,26 @@ def attention(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
     Scores and softmax are float32, forbidden scores minus infinity. Every query row must see at least one key.
     """
     rows = query.shape[1]
-    if rows <= QUERY_CHUNK or rows % QUERY_CHUNK:
-        return _attend(query, parts)
     chunks = rows // QUERY_CHUNK
+    if chunks < 2 or rows % QUERY_CHUNK:
+        return _attend(query, [Part(part.rows, _mask_of(part, 0, rows)) for part in parts])
 
-    def split(array: jax.Array) -> jax.Array:  # [b, t, ...] -> [chunks, b, QUERY_CHUNK, ...]
-        return jnp.moveaxis(array.reshape(array.shape[0], chunks, QUERY_CHUNK, *array.shape[2:]), 1, 0)
+    def attend_chunk(index: jax.Array) -> jax.Array:
+        first = index * QUERY_CHUNK
+        some = jax.lax.dynamic_slice_in_dim(query, first, QUERY_CHUNK, axis=1)
+        return _attend(some, [Part(part.rows, _mask_of(part, first, QUERY_CHUNK)) for part in parts])
 
-    def attend_chunk(chunk):
-        chunk_query, masks = chunk
-        return _attend(chunk_query, [Part(part.rows, mask) for part, mask in zip(parts, masks, strict=True)])
-
-    attended = jax.lax.map(attend_chunk, (split(query), [split(part.mask) for part in parts]))
+    attended = jax.lax.map(attend_chunk, jnp.arange(chunks))  # [chunks, b, QUERY_CHUNK, k, g, d]
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
 
 
-def causal(rows: int) -> jax.Array:
-    """Mask [1, t, t] of a sequence: each row sees itself and those before it."""
-    return jnp.tril(jnp.ones((1, rows, rows), bool))
+def _mask_of(part: Part, first: jax.Array | int, count: int) -> jax.Array:
+    """The mask of `count` query rows from `first` on; a causal one is never whole in memory."""
+    if part.mask is None:
+        return (first + jnp.arange(count)[:, None] >= jnp.arange(part.rows.keys.shape[2]))[None]
+    if part.mask.shape[1] == 1:
+        return part.mask
+    return jax.lax.dynamic_slice_in_dim(part.mask, first, count, axis=1)
 
 
 def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:

@@ -41,7 +41,7 @@ class RopeConfig:
         partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise InputError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-        theta = _real(scaling if scaling.get("rope_theta") else config, "rope_theta", 10000.0)
+        theta = _real({"rope_theta": scaling.get("rope_theta", config.get("rope_theta")) or 10000.0}, "rope_theta")
         max_position = _whole(config, "max_position_embeddings", 2048)
         extra: dict[str, Any] = {}
         where = f"{kind} rotary scaling"
@@ -122,7 +122,7 @@ class TargetConfig:
             raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
         block = BlockConfig.from_hf(config)
         context = _whole(config, "max_position_embeddings", 2048)
-        if block.rope.kind in ("linear", "dynamic"):  # such configs give the length before stretching
+        if block.rope.kind in ("linear", "dynamic"):  # taken as the length before stretching, as vLLM does
             context = int(context * block.rope.factor)
         return cls(
             block=block,
@@ -183,7 +183,7 @@ def parse_spans(text: str) -> tuple[int, ...]:
     except ValueError:
         spans = ()
     if not spans or any(span < 1 for span in spans):
-        raise InputError(f"spans {text!r} must be whole numbers of at least 1, such as 3,3")
+        raise InputError(f"spans {text[:80]!r} must be whole numbers of at least 1, such as 3,3")
     return spans
 
 

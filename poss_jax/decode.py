@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax import cache, draft, llama, tree, verify
-from poss_jax.attention import KeyValues, causal
+from poss_jax.attention import KeyValues
 from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.sampling import Sampling
 from poss_jax.tree import ROOT_ONLY, Tree, TreeShape
 
-RUNNING, STOPPED_AT_EOS, STOPPED_AT_LIMIT = 0, 1, 2
+RUNNING, STOPPED_AT_EOS, STOPPED_AT_LIMIT, STOPPED_BY_HOST = 0, 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def prefill(
     batch, rows = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(rows), (batch, rows))
     lengths = jnp.broadcast_to(prompt_length[:, None], (batch, rows))
-    features, new_rows = llama.forward(params.target, plan.target, prompt, positions, lengths, causal(rows))
+    features, new_rows = llama.forward(params.target, plan.target, prompt, positions, lengths, None)
     last_feature = cache.read_rows(features, prompt_length - 1, 1)  # [b, 1, h]
     logits = llama.head(params.target, last_feature)
 
@@ -130,8 +130,13 @@ def prefill(
     return _emit(state, zeros + 1, eos_ids)
 
 
-def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds: jax.Array) -> State:
-    """Runs at most `rounds` [] rounds, fewer if every row stops. `state` is donated and updated in place."""
+def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds: jax.Array, ended: jax.Array) -> State:
+    """Runs at most `rounds` [] rounds, fewer if every row stops. `state` is donated and updated in place.
+
+    `ended` [b] bool: rows that the host has stopped since, at a stop string say.
+    """
+    stopped = jnp.where((state.stopped == RUNNING) & ended, STOPPED_BY_HOST, state.stopped)
+    state = state.replace(stopped=stopped.astype(jnp.int32))
 
     def unfinished(carry):
         done, current = carry
@@ -149,7 +154,9 @@ jit_decode = jax.jit(decode, static_argnames=("plan",), donate_argnames=("state"
 
 
 def decode_round(params: Params, plan: Plan, state: State, eos_ids: jax.Array) -> State:
-    """Draft, verify, commit. Rows that have stopped are computed along and left as they are."""
+    """Draft, verify, commit. Rows that have stopped are computed along; their tokens, lengths and counts stay, their
+    caches and features are of no use any more.
+    """
     committed = state.length - 1
     tree_drafted, draft_caches = _draft(params, plan, state)
     positions = committed[:, None] + tree_drafted.depths

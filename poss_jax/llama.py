@@ -64,13 +64,13 @@ def forward(
     tokens: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     prefix: tuple[KeyValues, ...] | None = None,
     prefix_length: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[KeyValues, ...]]:
     """Runs `tokens` [b, t] at `positions` [b, t]; one function serves prompt, plain token and tree.
 
-    `mask` [b or 1, t, t] says which of these rows a row sees, itself included; all see the first
+    `mask` [b or 1, t, t] says which of these rows a row sees, itself included (None: causal); all see the first
     `prefix_length` [b] rows of `prefix`, one cache per layer. `lengths` [b, t]: see `rotary`.
 
     Returns features [b, t, h] and, per layer, the keys and values [b, k, t, d] of these rows. The caches are only

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import layers
-from poss_jax.attention import KeyValues, Part, attention, causal
+from poss_jax.attention import KeyValues, Part, attention
 from poss_jax.config import BlockConfig, DraftConfig
 from poss_jax.rotary import rotary, rotate
 
@@ -100,6 +100,6 @@ class Drafter(nn.Module):
         predictions = []
         for index in range(len(self.specialists)):
             query, rows = self.project(index, x, positions)
-            attended = attention(query, [Part(rows, causal(x.shape[1]))])
+            attended = attention(query, [Part(rows, None)])
             predictions.append(self.finish(index, x, attended))
         return jnp.stack(predictions)

@@ -82,9 +82,19 @@ class Beam(NamedTuple):
     ancestors: jax.Array
 
 
+def _at_most_certain(log_probs: jax.Array) -> jax.Array:
+    """Log-probabilities that keep a child from beating its parent, which would be pruned and orphan it.
+
+    A drafter may overflow to NaN, which top-k takes for the largest number; and a sum of exponentials may come out a
+    rounding error below its largest term.
+    """
+    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
+
+
 def first_level(tokens: jax.Array, log_probs: jax.Array) -> tuple[Level, Beam]:
     """The `top_k` best tokens after the root [b, w] are all candidates and all expanded."""
     batch, width = tokens.shape
+    log_probs = _at_most_certain(log_probs)
     numbers = jnp.broadcast_to(jnp.arange(width), (batch, width))
     root = jnp.full((batch, width), -1)
     itself = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
@@ -97,7 +107,7 @@ def next_level(beam: Beam, tokens: jax.Array, log_probs: jax.Array, first_number
     `first_number` is how many candidates the levels above hold.
     """
     batch, width, _ = tokens.shape
-    scores = (beam.scores[..., None] + log_probs).reshape(batch, -1)  # [b, w * w]
+    scores = (beam.scores[..., None] + _at_most_certain(log_probs)).reshape(batch, -1)  # [b, w * w]
     tokens = tokens.reshape(batch, -1)
     level = Level(tokens, scores, jnp.repeat(beam.numbers, width, axis=1))
     best_scores, best = jax.lax.top_k(scores, width)  # the lower index wins ties
@@ -125,7 +135,7 @@ def assemble(root: jax.Array, levels: list[Level], shape: TreeShape) -> Tree:
     depths = np.concatenate([np.full(level.tokens.shape[1], depth + 1) for depth, level in enumerate(levels)])
     tokens, scores, parents = (jnp.concatenate(column, axis=1) for column in zip(*levels, strict=True))
     kept = jnp.sort(jax.lax.top_k(scores, shape.total_nodes - 1)[1], axis=1)  # [b, n - 1], candidate order
-    nodes = jnp.broadcast_to(jnp.arange(1, shape.total_nodes), kept.shape)
+    nodes = jnp.broadcast_to(jnp.arange(1, shape.total_nodes, dtype=jnp.int32), kept.shape)
     # Candidate number -> node; one slot more so that the root's -1 finds node 0.
     node_of = jnp.zeros((batch, len(depths) + 1), jnp.int32)
     node_of = jax.vmap(lambda table, places, values: table.at[places].set(values))(node_of, kept, nodes)

@@ -9,7 +9,6 @@ from safetensors.numpy import load_file
 
 from infer import Generator
 from poss_jax import llama
-from poss_jax.attention import causal
 from tests import fixtures
 
 
@@ -24,7 +23,7 @@ def overfit(directory, target: str, prompt: list[int], new_tokens: int):
     tokens = jnp.array([prompt + answer.token_ids])
     params, config = generator.target.params, generator.target.config
     positions = jnp.arange(tokens.shape[1])[None]
-    features, _ = llama.forward(params, config, tokens, positions, positions + 1, causal(tokens.shape[1]))
+    features, _ = llama.forward(params, config, tokens, positions, positions + 1, None)
     inputs = np.concatenate([params["embed"][tokens[0, 1:]], features[0, :-1]], axis=-1)
     assert len(inputs) < inputs.shape[1]
     weights = np.linalg.lstsq(inputs, np.asarray(features[0, 1:]), rcond=None)[0]

@@ -463,7 +463,7 @@ def test_embedding_that_equals_the_targets_is_not_kept_twice_and_a_difference_is
     edit_tensors(three, lambda t: t.update({"embed_tokens.weight": embedding}))
     same = Generator.from_pretrained(str(pair / "target"), str(three), spans=(2, 2, 2))
     assert "embed" not in same.draft.params
-    assert same.notes == []
+    assert same.notes == ()
     embedding = embedding.copy()
     embedding[[3, 9]] += 1
     edit_tensors(three, lambda t: t.update({"embed_tokens.weight": embedding}))

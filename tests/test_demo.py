@@ -22,8 +22,8 @@ def smollm2():
 def test_the_bundled_drafter_knows_its_spans_and_shares_the_targets_embedding(smollm2):
     assert smollm2.draft.config.spans == (3, 3)
     assert "embed" not in smollm2.draft.params
-    assert smollm2.notes == []
-    assert smollm2.eos_ids == (2,)
+    assert smollm2.notes == ()
+    assert smollm2.models.eos_ids == (2,)
 
 
 def test_it_answers_as_the_plain_model_does_in_fewer_rounds(smollm2):

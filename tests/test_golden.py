@@ -10,7 +10,7 @@ import pytest
 
 from infer import Settings
 from poss_jax import llama
-from poss_jax.attention import Part, attention, causal
+from poss_jax.attention import Part, attention
 from poss_jax.draft import Functions
 from tests import golden_data
 
@@ -23,7 +23,7 @@ ROUNDING = 1e-5  # as may one where a node's k-th and next token are, by the flo
 def target_forward(params, config, tokens):
     positions = jnp.arange(tokens.shape[1])[None]
     lengths = jnp.full(tokens.shape, tokens.shape[1])
-    features, _ = llama.forward(params, config, tokens, positions, lengths, causal(tokens.shape[1]))
+    features, _ = llama.forward(params, config, tokens, positions, lengths, None)
     return features, llama.head(params, features)
 
 
@@ -48,7 +48,7 @@ def test_each_specialist_alone_on_true_rows(golden, name):
     rows = x.shape[1]
     for specialist in range(len(generator.draft.config.spans)):
         query, keys = functions.project(specialist, x, jnp.arange(rows)[None])
-        predicted = functions.finish(specialist, x, attention(query, [Part(keys, causal(rows))]))
+        predicted = functions.finish(specialist, x, attention(query, [Part(keys, None)]))
         np.testing.assert_allclose(
             predicted[0], recorded[f"specialist_{specialist}.pred"], atol=FEATURE_TOLERANCE, err_msg=str(specialist)
         )
@@ -68,7 +68,7 @@ def test_chain_of_draft_positions_on_true_tokens(golden, name):
     ):
         specialist = generator.draft.config.specialist_at(position)
         query, keys = functions.project(specialist, rows, jnp.arange(rows.shape[1])[None])
-        predicted = functions.finish(specialist, rows, attention(query, [Part(keys, causal(rows.shape[1]))]))[:, -1:]
+        predicted = functions.finish(specialist, rows, attention(query, [Part(keys, None)]))[:, -1:]
         np.testing.assert_allclose(predicted[0, 0], prediction, atol=FEATURE_TOLERANCE)
         ours = jax.nn.log_softmax(llama.head(generator.target.params, predicted[0, 0]))
         np.testing.assert_allclose(ours, log_probs, atol=SCORE_TOLERANCE)

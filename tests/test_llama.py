@@ -11,7 +11,6 @@ import pytest
 from convert.checkpoint import Source
 from convert.from_hf import load_target
 from poss_jax import cache, llama
-from poss_jax.attention import causal
 from poss_jax.config import BlockConfig, RopeConfig, TargetConfig
 from poss_jax.errors import InputError
 
@@ -59,7 +58,7 @@ def run_prompt(params, config, tokens):
     """Logits of all rows, and caches of TOTAL slots that hold them."""
     rows = tokens.shape[1]
     lengths = jnp.full(tokens.shape, rows)
-    features, new = llama.forward(params, config, tokens, jnp.arange(rows)[None], lengths, causal(rows))
+    features, new = llama.forward(params, config, tokens, jnp.arange(rows)[None], lengths, None)
     caches = tuple(
         cache.write(cache.empty(config.block, 1, TOTAL, jnp.float32), layer, jnp.zeros(1, int)) for layer in new
     )
@@ -70,7 +69,7 @@ def run_prompt(params, config, tokens):
 def run_token(params, config, token, caches, length):
     """Logits after one more token, through the caches."""
     features, new = llama.forward(
-        params, config, token[None, None], length[:, None], length[:, None] + 1, causal(1), caches, length
+        params, config, token[None, None], length[:, None], length[:, None] + 1, None, caches, length
     )
     caches = tuple(cache.write(old, layer, length) for old, layer in zip(caches, new, strict=True))
     return llama.head(params, features)[0, 0], caches
@@ -123,10 +122,8 @@ def test_long_prompts_are_attended_in_chunks_with_the_same_result(tmp_path):
     tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (1, 1024))
     positions = jnp.arange(1024)[None]
     forward = jax.jit(llama.forward, static_argnums=1)
-    whole, _ = forward(target.params, target.config, tokens, positions, positions, causal(1024))
-    first, _ = forward(
-        target.params, target.config, tokens[:, :500], positions[:, :500], positions[:, :500], causal(500)
-    )
+    whole, _ = forward(target.params, target.config, tokens, positions, positions, None)
+    first, _ = forward(target.params, target.config, tokens[:, :500], positions[:, :500], positions[:, :500], None)
     np.testing.assert_allclose(whole[:, :500], first, atol=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 from infer import Generator, Settings
-from infer.engine import _Batch
+from infer.batch import Batch
 from poss_jax import decode
 from poss_jax.errors import InputError
 from poss_jax.sharding import make_mesh, parse_mesh
@@ -51,11 +51,16 @@ def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
     assert other_bucket
 
 
+def batch_of(generator: Generator, prompts: list[list[int]], **options) -> Batch:
+    settings = Settings(**options)
+    return Batch(generator.models, prompts, range(len(prompts)), settings, generator.context(settings))
+
+
 def compiled_loop(generator: Generator, **options):
     """The compiled program of rounds, and the state that it takes."""
-    batch = _Batch(generator, [prompt_of(10)], [0], Settings(**options))
+    batch = batch_of(generator, [prompt_of(10)] * options.get("batch_size", 1), **options)
     batch.start()
-    arguments = (batch.params, batch.plan, batch.state, batch.eos_ids, np.int32(5))
+    arguments = (batch.params, batch.plan, batch.state, batch.eos_ids, np.int32(5), batch.ended)
     return decode.jit_decode.lower(*arguments).compile(), batch.state
 
 
@@ -63,13 +68,14 @@ def bytes_of(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
-def test_caches_are_updated_in_place(tmp_path, plain):
+def test_caches_are_updated_in_place(tmp_path, plain, batch_size):
     """Every byte of the state is aliased to the result, and no copy of a cache is made on the way."""
     config = fixtures.tiny(tmp_path / "target", max_position_embeddings=8192, head_dim=64, num_attention_heads=2)
     fixtures.draft(tmp_path / "draft", config, 2)
     generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), spans=(1, 1))
-    options = {"plain": plain, "levels": 2, "total_nodes": 3, "draft_top_k": 1}
+    options = {"plain": plain, "batch_size": batch_size, "levels": 2, "total_nodes": 3, "draft_top_k": 1}
     temporary = []
     for new in (1000, 8000):
         compiled, state = compiled_loop(generator, max_new_tokens=new, **options)
@@ -86,19 +92,19 @@ def test_caches_are_updated_in_place(tmp_path, plain):
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_prefill_and_loop_lower_for_every_platform(golden, platform, sampling):
-    batch = _Batch(golden("poss2"), [[0, 5], [0, 6, 7]], [0, 1], Settings(batch_size=2, **sampling))
+    batch = batch_of(golden("poss2"), [[0, 5], [0, 6, 7]], batch_size=2, **sampling)
 
     def prefill(params, *arguments):
         return decode.prefill(params, batch.plan, batch.slots, *arguments)
 
-    def loop(params, state, eos_ids, rounds):
-        return decode.decode(params, batch.plan, state, eos_ids, rounds)
+    def loop(params, state, eos_ids, rounds, ended):
+        return decode.decode(params, batch.plan, state, eos_ids, rounds, ended)
 
     lowered = export.export(jax.jit(prefill), platforms=[platform])(batch.params, *batch.arguments, batch.eos_ids)
     assert lowered.platforms == (platform,)
     state = jax.eval_shape(prefill, batch.params, *batch.arguments, batch.eos_ids)
     jitted = jax.jit(loop, donate_argnames="state")
-    lowered = export.export(jitted, platforms=[platform])(batch.params, state, batch.eos_ids, jnp.int32(5))
+    lowered = export.export(jitted, platforms=[platform])(batch.params, state, batch.eos_ids, jnp.int32(5), batch.ended)
     assert lowered.platforms == (platform,)
 
 
@@ -120,7 +126,7 @@ def test_a_mesh_gives_the_same_tokens(golden, mesh):
 
 def test_a_mesh_splits_the_caches_too():
     generator = golden_data.generator("poss3", mesh="tensor=2")
-    batch = _Batch(generator, [[0, 5]], [0], Settings(max_new_tokens=8, **TREE))
+    batch = batch_of(generator, [[0, 5]], max_new_tokens=8, **TREE)
     batch.start()
     for layer in (*batch.state.target_caches, *batch.state.draft_caches):
         assert layer.keys.addressable_shards[0].data.shape[1] == 1  # of 2 KV heads
@@ -151,7 +157,7 @@ def test_bfloat16_weights_and_caches(models):
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(generator.target.params)} == {jnp.dtype("bfloat16")}
     options = {"max_new_tokens": 20, "ignore_eos": True, **TREE}
-    batch = _Batch(generator, [prompt_of(9)], [0], Settings(**options))
+    batch = batch_of(generator, [prompt_of(9)], **options)
     batch.start()
     assert batch.state.target_caches[0].keys.dtype == jnp.bfloat16
     (drafted,) = generator.generate([prompt_of(9)], **options)

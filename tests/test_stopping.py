@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from infer import Generator, Settings
-from infer.engine import bucket
+from infer import Generator
+from infer.batch import bucket
 from tests import fixtures
 from tests.overfit import overfit
 from tests.test_lossless import GREEDY, PROMPT, prompt_of
+from tests.test_program import batch_of, compilations
 
 TREE = {"levels": 5, "total_nodes": 12, "draft_top_k": 2}
 CHAIN = {"levels": 5, "total_nodes": 6, "draft_top_k": 1}
@@ -134,10 +135,8 @@ def test_a_last_batch_that_is_not_full(tiny):
 
 
 def test_g18_the_cache_follows_the_request_and_not_the_config(tmp_path):
-    from infer.engine import _Batch
-
     fixtures.tiny(tmp_path, max_position_embeddings=131072)
-    batch = _Batch(Generator.from_pretrained(str(tmp_path)), [prompt_of(10)], [0], Settings(max_new_tokens=8))
+    batch = batch_of(Generator.from_pretrained(str(tmp_path)), [prompt_of(10)], max_new_tokens=8)
     batch.start()
     assert batch.state.target_caches[0].keys.shape[2] <= 64
     assert sum(x.nbytes for x in jax.tree.leaves(batch.state.target_caches)) < 100_000
@@ -169,3 +168,43 @@ def test_results_are_plain_python(tiny):
     assert all(type(token) is int for token in answer.token_ids)
     assert all(type(length) is int for length in answer.accept_lengths)
     assert not isinstance(answer.seconds, np.generic)
+
+
+def test_a_large_tree_is_attended_in_chunks(fitted):
+    """1,024 nodes: more query rows than one chunk of attention takes."""
+    (answer,) = fitted.generate(
+        [PROMPT], max_new_tokens=12, ignore_eos=True, levels=12, total_nodes=1024, draft_top_k=10
+    )
+    assert answer.token_ids == GREEDY[:12]
+
+
+@pytest.fixture(scope="module")
+def words(models, fitted, tmp_path_factory):
+    """The fitted drafter's target with a tokenizer: id 10 + n is the word wn."""
+    directory = tmp_path_factory.mktemp("words")
+    fixtures.tiny(directory, eos_token_id=63)
+    fixtures.tok(directory)
+    tokenizer = Generator.from_pretrained(str(directory)).tokenizer
+    return Generator(dataclasses.replace(fitted.models, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
+def test_of_overlapping_stop_strings_the_one_completed_first_decides(words, plain):
+    """The longer string begins earlier, but is complete later: a block that holds both must not see it."""
+    stop = ("w43 w31 w43 w19 w4", "w43 w19")
+    (answer,) = words.generate([PROMPT], max_new_tokens=30, ignore_eos=True, stop=stop, plain=plain, **CHAIN)
+    assert answer.stop_reason == "stop_string"
+    assert answer.text == "w31 w43 w31 "
+    assert answer.token_ids == GREEDY[:6]
+
+
+def test_a_row_that_the_host_stops_compiles_nothing_and_leaves_the_others_alone(words):
+    options = {"max_new_tokens": 20, "ignore_eos": True, "batch_size": 2, **CHAIN}
+    prompts = [PROMPT, prompt_of(9)]
+    (alone,) = words.generate([prompts[1]], **options)
+    words.generate(prompts, **options)  # compiles the programs of this batch
+    with compilations() as compiled:
+        first, second = words.generate(prompts, stop=("w43 w19",), **options)
+    assert compiled == []
+    assert (first.stop_reason, second.stop_reason) == ("stop_string", "max_new_tokens")
+    assert second.token_ids == alone.token_ids

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -291,3 +292,34 @@ def test_prompt_file_without_prompts_or_not_text_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(InputError, match="prompts.jsonl"):
         read_prompts(str(path))
+
+
+@pytest.mark.parametrize("code", [0xDCFF, 0xD800], ids=["byte that is not UTF-8", "lone surrogate"])
+def test_text_that_is_not_unicode_is_refused(tokenizer, code):
+    text = "w1 " + chr(code)
+    for prompt in (text, [{"role": "user", "content": text}]):
+        with pytest.raises(InputError, match="the prompt is not valid Unicode"):
+            encode(tokenizer, prompt, raw=False, system=None)
+
+
+@pytest.mark.parametrize(
+    "ids", [(0, 12, 20), np.array([0, 12, 20]), [np.int64(0), np.int32(12), 20]], ids=["tuple", "array", "numpy ints"]
+)
+def test_token_ids_of_any_whole_numbers_are_taken(ids):
+    taken = encode(None, ids, raw=False, system=None)
+    assert taken == [0, 12, 20]
+    assert {type(token) for token in taken} == {int}
+
+
+@pytest.mark.parametrize("prompt", [3, [1.5], [None], {"role": "user"}], ids=repr)
+def test_prompts_of_no_known_form_are_refused(prompt):
+    with pytest.raises(InputError, match="a prompt is a text, a list of messages or a list of token ids"):
+        encode(None, prompt, raw=False, system=None)
+
+
+def test_ids_of_thousands_of_digits_are_refused(tmp_path):
+    with pytest.raises(InputError, match="must be whole numbers"):
+        parse_ids("9" * 5000)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [%s]}\n' % ("9" * 5000))
+    with pytest.raises(InputError, match="line 1: not JSON"):
+        read_prompts(str(tmp_path / "prompts.jsonl"))

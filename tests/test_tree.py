@@ -124,3 +124,15 @@ def test_ancestors_of_a_small_tree():
         [1, 1, 0, 1, 0],
         [1, 1, 0, 1, 1],
     ]
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, 1e-7], ids=["NaN", "infinite", "a rounding error above certainty"])
+def test_a_drafter_that_overflows_orphans_no_node(broken):
+    """NaN would rank above every number, and a child above its parent would be kept without it."""
+    random = np.random.default_rng(0)
+    log_probs = -random.exponential(1.0, (6, 6)).astype(np.float32)
+    log_probs[1:4] = broken
+    grown = grow(log_probs, 0, TreeShape(levels=4, total_nodes=12, top_k=3))
+    depths, parents = grown.depths[0].tolist(), grown.parents[0].tolist()
+    assert depths == [0 if parent < 0 else depths[parent] + 1 for parent in parents]
+    assert not np.isnan(grown.scores).any()

@@ -1,0 +1,1 @@
+"""Bundled drafters, a folder each."""

@@ -1,0 +1,113 @@
+"""From names of checkpoints to weights on devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.checkpoint import Source, locate, read_json
+from convert.from_hf import Loaded, Place, load_draft, load_target
+from convert.gguf import GGUFCheckpoint
+from convert.tokenizer import load_tokenizer
+from poss_jax import sharding
+from poss_jax.errors import InputError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """A target, perhaps a drafter for it, and what belongs to them.
+
+    tokenizer: a transformers tokenizer, or None. eos_ids: every id that ends a text. notes: what a user may want to
+    know about the checkpoints, a line each.
+    """
+
+    target: Loaded
+    draft: Loaded | None
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+
+def load_models(
+    target: str,
+    draft: str | None = None,
+    *,
+    spans: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+    mesh: str | None = None,
+    tokenizer: str | None = None,
+) -> Models:
+    """See `Generator.from_pretrained`. Every file is opened, and so checked, before any weight is read."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    place, notes = _place_on(mesh, jnp.dtype(dtype))
+    source = Source.open(target)
+    draft_source = None if draft is None else Source.open(draft)
+    text = _tokenizer_for(source, tokenizer)
+    eos_ids = find_eos_ids(source, text)
+    loaded, drafter = load_target(source, place), None
+    if draft_source is not None:
+        drafter = load_draft(draft_source, place, spans)
+        _check_pair(loaded, drafter)
+        notes += _settle_embedding(loaded, drafter)
+    return Models(loaded, drafter, text, eos_ids, dtype, tuple(notes))
+
+
+def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a text: of generation_config.json, else of config.json; and of the tokenizer."""
+    declared = source.config.get("eos_token_id")
+    if source.path.is_dir() and (source.path / "generation_config.json").exists():
+        generation = read_json(source.path / "generation_config.json").get("eos_token_id")
+        declared = declared if generation is None else generation
+    ids = list(declared) if isinstance(declared, list) else [declared]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    ids = [token for token in ids if token is not None]
+    if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
+        raise InputError(f"{source.path}: eos_token_id {declared!r} must be a token id or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_for(source: Source, name: str | None):
+    if name is None:
+        return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
+    tokenizer = load_tokenizer(locate(name))
+    if tokenizer is None:
+        raise InputError(f"{name}: holds no tokenizer")
+    return tokenizer
+
+
+def _place_on(mesh_text: str | None, dtype: jnp.dtype) -> tuple[Place, list[str]]:
+    """How to put a parameter on the devices, and what to say about it."""
+    if mesh_text is None:
+        return lambda array, spec: jnp.asarray(array, dtype), []
+    mesh = sharding.make_mesh(sharding.parse_mesh(mesh_text, ("tensor",)))
+
+    def place(array, spec):
+        return jax.device_put(np.asarray(array).astype(dtype), sharding.parameter_sharding(mesh, spec))
+
+    return place, [f"weights are split over {mesh.size} devices"]
+
+
+def _check_pair(target: Loaded, draft: Loaded) -> None:
+    for name, theirs, ours in (
+        ("hidden_size", draft.config.block.hidden_size, target.config.block.hidden_size),
+        ("vocab_size", draft.config.vocab_size, target.config.vocab_size),
+    ):
+        if theirs != ours:
+            raise InputError(f"the draft's {name} is {theirs}, the target's is {ours}; it was made for another target")
+
+
+def _settle_embedding(target: Loaded, draft: Loaded) -> list[str]:
+    """Drops a draft embedding that equals the target's; says so where it differs, since that may be a mistake."""
+    if "embed" not in draft.params:
+        return []
+    rows = int(jnp.sum(jnp.any(draft.params["embed"] != target.params["embed"], axis=1)))
+    if rows:
+        return [f"the draft's own embedding differs from the target's in {rows} rows and is used for drafting"]
+    del draft.params["embed"]
+    return []
