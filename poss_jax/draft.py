@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from poss_jax import cache, llama, tree
 from poss_jax.attention import KeyValues, Part, attention
 from poss_jax.config import DraftConfig
-from poss_jax.specialist import Drafter
+from poss_jax.specialist import BoundDrafter
 from poss_jax.tree import Beam, Level, Tree, TreeShape
 
 Params = dict[str, Any]
@@ -38,23 +38,14 @@ class Functions(NamedTuple):
     params: Params
     target: llama.Params
 
-    def _apply(self, *arguments, method: str):
-        modules = {name: value for name, value in self.params.items() if name != "embed"}
-        drafter = Drafter(self.config, modules["fc"]["kernel"].dtype)
-        return drafter.apply({"params": modules}, *arguments, method=method)
+    @property
+    def drafter(self) -> BoundDrafter:
+        return BoundDrafter(self.config, self.params)
 
     def inputs(self, tokens: jax.Array, features: jax.Array) -> jax.Array:
         """x [b, t, h] of rows with `tokens` [b, t] (each one after its feature) and `features` [b, t, h]."""
         embed = self.params.get("embed", self.target["embed"])
-        return self._apply(embed[tokens], features, method="inputs")
-
-    def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
-        """See `Specialist.project`."""
-        return self._apply(specialist, x, positions, method="project")
-
-    def finish(self, specialist: int, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """See `Specialist.finish`."""
-        return self._apply(specialist, x, attended, method="finish")
+        return self.drafter.inputs(embed[tokens], features)
 
     def best_tokens(self, predicted: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
         """The `width` most probable tokens after predicted features [b, t, h] and their log-probabilities."""
@@ -73,7 +64,7 @@ def fill_prefix(functions: Functions, tokens: jax.Array, features: jax.Array, ca
     positions = jnp.broadcast_to(jnp.arange(rows), (batch, rows))
     start = jnp.zeros((batch,), jnp.int32)
     return tuple(
-        cache.write(rows_cache, functions.project(index, x, positions)[1], start)
+        cache.write(rows_cache, functions.drafter.project(index, x, positions)[1], start)
         for index, rows_cache in enumerate(caches)
     )
 
@@ -102,13 +93,15 @@ def draft_tree(
                 functions, specialist, drafted, fresh, caches[specialist], committed
             )
         else:
-            query, new = functions.project(specialist, drafted[-1], _positions(committed, position, drafted[-1]))
+            query, new = functions.drafter.project(
+                specialist, drafted[-1], _positions(committed, position, drafted[-1])
+            )
             rows = _append(rows, new)
         parts = [cache.filled(caches[specialist], committed)]
         if beam is not None:
             parts.append(Part(rows, beam.ancestors))
         x = _last_fresh(fresh.x, fresh.count) if beam is None else drafted[-1]
-        predicted = functions.finish(specialist, x, attention(query, parts))
+        predicted = functions.drafter.finish(specialist, x, attention(query, parts))
         tokens, log_probs = functions.best_tokens(predicted, shape.top_k)
         if beam is None:
             level, beam = tree.first_level(tokens[:, 0], log_probs[:, 0])
@@ -132,7 +125,7 @@ def _begin_span(
     Returns the query rows of this position, the prefix cache with the fresh rows, and the rows of the levels.
     """
     positions = [fresh.positions] + [_positions(committed, depth + 1, x) for depth, x in enumerate(drafted)]
-    query, rows = functions.project(
+    query, rows = functions.drafter.project(
         specialist, jnp.concatenate([fresh.x, *drafted], axis=1), jnp.concatenate(positions, axis=1)
     )
     count = fresh.x.shape[1]

@@ -7,6 +7,8 @@ before and after attention does not. So a specialist is two functions, `project`
 of the caller in between.
 """
 
+from typing import Any, NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -103,3 +105,27 @@ class Drafter(nn.Module):
             attended = attention(query, [Part(rows, None)])
             predictions.append(self.finish(index, x, attended))
         return jnp.stack(predictions)
+
+
+class BoundDrafter(NamedTuple):
+    """A drafter with its parameters (an `embed` among them is left to the caller): `Drafter`'s methods as functions."""
+
+    config: DraftConfig
+    params: dict[str, Any]
+
+    def _apply(self, *arguments, method: str):
+        modules = {name: value for name, value in self.params.items() if name != "embed"}
+        drafter = Drafter(self.config, modules["fc"]["kernel"].dtype)
+        return drafter.apply({"params": modules}, *arguments, method=method)
+
+    def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
+        """See `Drafter.inputs`."""
+        return self._apply(embedded, features, method="inputs")
+
+    def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """See `Specialist.project`."""
+        return self._apply(specialist, x, positions, method="project")
+
+    def finish(self, specialist: int, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """See `Specialist.finish`."""
+        return self._apply(specialist, x, attended, method="finish")

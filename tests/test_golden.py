@@ -47,8 +47,8 @@ def test_each_specialist_alone_on_true_rows(golden, name):
     functions, x = _inputs(generator, recorded)
     rows = x.shape[1]
     for specialist in range(len(generator.draft.config.spans)):
-        query, keys = functions.project(specialist, x, jnp.arange(rows)[None])
-        predicted = functions.finish(specialist, x, attention(query, [Part(keys, None)]))
+        query, keys = functions.drafter.project(specialist, x, jnp.arange(rows)[None])
+        predicted = functions.drafter.finish(specialist, x, attention(query, [Part(keys, None)]))
         np.testing.assert_allclose(
             predicted[0], recorded[f"specialist_{specialist}.pred"], atol=FEATURE_TOLERANCE, err_msg=str(specialist)
         )
@@ -67,8 +67,8 @@ def test_chain_of_draft_positions_on_true_tokens(golden, name):
         zip(recorded["chain.pred"], recorded["chain.logprobs"], strict=True)
     ):
         specialist = generator.draft.config.specialist_at(position)
-        query, keys = functions.project(specialist, rows, jnp.arange(rows.shape[1])[None])
-        predicted = functions.finish(specialist, rows, attention(query, [Part(keys, None)]))[:, -1:]
+        query, keys = functions.drafter.project(specialist, rows, jnp.arange(rows.shape[1])[None])
+        predicted = functions.drafter.finish(specialist, rows, attention(query, [Part(keys, None)]))[:, -1:]
         np.testing.assert_allclose(predicted[0, 0], prediction, atol=FEATURE_TOLERANCE)
         ours = jax.nn.log_softmax(llama.head(generator.target.params, predicted[0, 0]))
         np.testing.assert_allclose(ours, log_probs, atol=SCORE_TOLERANCE)
