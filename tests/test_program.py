@@ -36,9 +36,7 @@ def compilations():
 
 
 def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
-    options = {"max_new_tokens": 20, "temperature": 0.9, "seed": 1, **TREE}
-    jax.clear_caches()  # whatever other tests have compiled
-    tiny._compiled.clear()
+    options = {"max_new_tokens": 20, "temperature": 0.87, "seed": 1, **TREE}  # which no other test has compiled
     with compilations() as first:
         tiny.generate([prompt_of(18)], **options)
     assert first, "the counter does not see compilations"

@@ -10,10 +10,8 @@ import pytest
 from convert.from_hf import draft_specs
 from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_output
 from poss_jax import llama
-from poss_jax.attention import Part, attention
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
 from poss_jax.losses import draft_losses, weighted_total
-from poss_jax.specialist import Drafter
 from poss_jax.unroll import unroll
 from tests import golden_data
 
@@ -109,30 +107,47 @@ def random_drafter(spans: tuple[int, ...]) -> tuple[DraftConfig, dict]:
     )
 
 
-def chain_reference(config, params, embedded, features, row: int) -> list[jax.Array]:
-    """What generation drafts from the true rows 0 .. `row` - step, forced along the true tokens: at each step all
-    rows, true and drafted, go causally through the specialist that is due. `embedded`, `features` are [t, h].
-    """
-    drafter = Drafter(config)
+def specialist_reference(config: DraftConfig, weights: dict, x: np.ndarray) -> np.ndarray:
+    """One specialist on rows x [t, h], causally, in float64 numpy: [t, h]."""
+    block = config.block
+    fused = np.einsum("th,hkgd->tkgd", x, weights["query_key_value"])
+    angles = np.arange(len(x))[:, None] / block.rope.theta ** (np.arange(0, block.head_dim, 2) / block.head_dim)
 
-    def call(*arguments, method):
-        return drafter.apply({"params": params}, *arguments, method=method)
+    def rotate(heads: np.ndarray) -> np.ndarray:
+        first, second = np.split(heads, 2, axis=-1)
+        cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    query, key, value = rotate(fused[:, :, :-2]), rotate(fused[:, :, -2:-1])[:, :, 0], fused[:, :, -1]
+    scores = np.einsum("tkgd,skd->kgts", query, key) / np.sqrt(block.head_dim)
+    scores[..., np.triu(np.ones((len(x), len(x)), bool), 1)] = -np.inf
+    law = np.exp(scores - scores.max(-1, keepdims=True))
+    law /= law.sum(-1, keepdims=True)
+    attended = np.einsum("kgts,skd->tkgd", law, value)
+    hidden = x + np.einsum("tkgd,kgdh->th", attended, weights["attention_output"])
+    normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + block.norm_eps) * weights["mlp_norm"]
+    gate, up = np.einsum("th,hzi->zti", normed, weights["gate_up"])
+    return hidden + (gate / (1 + np.exp(-gate)) * up) @ weights["down"]
+
+
+def chain_reference(config, params, embedded, features, row: int) -> list[np.ndarray]:
+    """What generation predicts at `row` in each step, when it drafts from `step` rows earlier and the true tokens are
+    forced on it: all rows, true and drafted, go causally through the specialist that is due.
+    """
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def inputs(first: int, rows: np.ndarray) -> np.ndarray:
+        joined = np.concatenate([embedded[first : first + len(rows)], rows], axis=-1)
+        return joined @ weights["fc"]["kernel"] + weights["fc"]["bias"]
 
     predictions = []
-    for last_step in range(sum(config.spans)):
-        first = row - last_step  # the chain that is at `row` in its last step begins here
-        if first < 0:
-            break
-        x = call(embedded[None, : first + 1], features[None, : first + 1], method="inputs")
+    for last_step in range(min(sum(config.spans), row + 1)):
+        x = inputs(0, features[: row - last_step + 1])
         for step in range(last_step + 1):
-            specialist = config.specialist_at(step)
-            query, rows = call(specialist, x, jnp.arange(x.shape[1])[None], method="project")
-            attended = attention(query, [Part(rows, None)])
-            predicted = call(specialist, x, attended, method="finish")[:, -1:]
-            place = first + step + 1
-            if place < len(embedded):
-                x = jnp.concatenate([x, call(embedded[None, place : place + 1], predicted, method="inputs")], axis=1)
-        predictions.append(predicted[0, 0])
+            predicted = specialist_reference(config, weights[f"specialist_{config.specialist_at(step)}"], x)[-1:]
+            if step < last_step:
+                x = np.concatenate([x, inputs(len(x), predicted)])
+        predictions.append(predicted[0])
     return predictions
 
 

