@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from convert.checkpoint import Source
+from infer.command import OneLineParser, exit_status
 from infer.engine import Generator
-from infer.generate import OneLineParser, exit_status
 from infer.prompts import parse_ids
 
 

@@ -3,15 +3,15 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from infer import prompts as prompt_forms
 from infer.chat import chat
+from infer.command import OneLineParser, exit_status
 from infer.compare import Comparison, compare
 from infer.engine import Generator
 from infer.loading import DTYPES
@@ -20,13 +20,6 @@ from infer.settings import Settings
 from infer.trace import write_trace
 from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the flags in one line, without the usage in front of it."""
-
-    def error(self, message: str):
-        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -220,22 +213,6 @@ def describe(generation: Generation) -> str:
         f"[{tokens} tokens in {generation.seconds:.2f} s{rounds}; stopped by {generation.stop_reason}; "
         f"{generation.compile_seconds:.1f} s of compilation not counted]"
     )
-
-
-def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command. 0: done, 2: bad input, said in one line; 130: interrupted; 141: its output was closed."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it misses torch; we do not
-    try:
-        run(options)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
