@@ -31,8 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
     models = parser.add_argument_group("models")
     models.add_argument("--target", required=True, help="directory, hub id or GGUF file of the target")
     models.add_argument("--draft", help="directory or hub id of a drafter; without one decoding is plain")
-    models.add_argument("--spans", help="draft positions of each specialist, such as 3,3; needed where the "
-                        "drafter has several and its config does not say")  # fmt: skip
+    models.add_argument(
+        "--spans",
+        help="draft positions of each specialist, such as 3,3; needed where the "
+        "drafter has several and its config does not say",
+    )
     models.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
     models.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and caches (%(default)s)")
     models.add_argument("--mesh", help="tensor=N splits the weights over N devices")
@@ -40,8 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
     prompts = parser.add_argument_group("prompts (one of these)")
     prompts.add_argument("prompt", nargs="*", metavar="PROMPT", help="texts, each one a user turn")
     prompts.add_argument("--prompt-ids", nargs="+", metavar="IDS", help="token ids, such as 0,12,20; one list a prompt")
-    prompts.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt, messages, turns (the first turn "
-                         "is the prompt) or prompt_ids")  # fmt: skip
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with prompt, messages, turns (the first turn is the prompt) or prompt_ids",
+    )
     prompts.add_argument("--chat", action="store_true", help="hold a conversation at a prompt")
     prompts.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
     prompts.add_argument("--system", help="system prompt in front of conversations that have none")
@@ -54,8 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=defaults.top_k,
         help="keep the k likeliest tokens; 0 is off (%(default)s)",
     )
-    sampling.add_argument("--top-p", type=float, default=defaults.top_p, help="keep the likeliest tokens that make up "
-                          "this much; 1 is off (%(default)s)")  # fmt: skip
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=defaults.top_p,
+        help="keep the likeliest tokens that make up this much; 1 is off (%(default)s)",
+    )
     sampling.add_argument(
         "--seed",
         type=int,
@@ -65,18 +75,31 @@ def build_parser() -> argparse.ArgumentParser:
 
     tree = parser.add_argument_group("draft tree")
     tree.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
-    tree.add_argument("--total-nodes", type=int, default=defaults.total_nodes, help="nodes verified a round, the root "
-                      "counted (%(default)s)")  # fmt: skip
-    tree.add_argument("--draft-top-k", type=int, default=defaults.draft_top_k, help="nodes expanded a level, and "
-                      "candidates under each (%(default)s)")  # fmt: skip
+    tree.add_argument(
+        "--total-nodes",
+        type=int,
+        default=defaults.total_nodes,
+        help="nodes verified a round, the root counted (%(default)s)",
+    )
+    tree.add_argument(
+        "--draft-top-k",
+        type=int,
+        default=defaults.draft_top_k,
+        help="nodes expanded a level, and candidates under each (%(default)s)",
+    )
     tree.add_argument("--plain", action="store_true", help="decode without the drafter")
     tree.add_argument("--compare", action="store_true", help="decode both ways and compare text and speed")
 
     limits = parser.add_argument_group("lengths and stopping")
     limits.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="(%(default)s)")
     limits.add_argument("--max-length", type=int, help="prompt and new tokens together (default: the target's context)")
-    limits.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before this string; "
-                        "may be given several times; special tokens are no part of the text")  # fmt: skip
+    limits.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end before this string; may be given several times; special tokens are no part of the text",
+    )
     limits.add_argument("--eos-ids", metavar="IDS", help="token ids that end a text, instead of the checkpoint's")
     limits.add_argument("--ignore-eos", action="store_true", help="do not stop at any end-of-text token")
 
@@ -142,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
     spans = None if options.spans is None else parse_spans(options.spans)
     generator = Generator.from_pretrained(
         options.target, options.draft, spans=spans, dtype=options.dtype, mesh=options.mesh, tokenizer=options.tokenizer
-    )  # fmt: skip
+    )
     encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
     generator.check(encoded, settings)
     for note in generator.notes:

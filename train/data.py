@@ -282,8 +282,13 @@ def highlight(tokenizer, example: Example, *, colour: bool) -> str:
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of all programs that read training data; `dataset_from` takes them."""
-    parser.add_argument("--data", required=True, nargs="+", metavar="FILE[:WEIGHT]", help="JSON, JSONL or Parquet "
-                        "files, directories of them or hub data sets; weights are shares of an epoch")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE[:WEIGHT]",
+        help="JSON, JSONL or Parquet files, directories of them or hub data sets; weights are shares of an epoch",
+    )
     parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
     parser.add_argument("--chat-template", metavar="FILE", help="use this template (default: the tokenizer's)")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of an example at most (%(default)s)")
