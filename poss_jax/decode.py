@@ -92,7 +92,7 @@ def prefill(
 ) -> State:
     """Runs the prompts [b, t] (padded on the right to one bucket) and chooses the first new token of each.
 
-    `slots` >= largest limit + `plan.slack`, and >= t. `limit` [b]: tokens at which a row stops, prompt included;
+    `slots` >= largest limit + `plan.slack`, and > t. `limit` [b]: tokens at which a row stops, prompt included;
     a row whose limit does not exceed its prompt is a companion that never runs. `key` [b]: PRNG keys. `eos_ids`
     [e] int32, padded with -1.
     """

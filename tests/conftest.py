@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """A directory with the targets and drafts of known-bugs: `tiny`, `tiny63` (EOS 63), and drafts for them."""
+    """A directory with the targets and drafts of known_bugs.md: `tiny`, `tiny63` (EOS 63), and drafts for them."""
     root = tmp_path_factory.mktemp("models")
     fixtures.tiny(root / "tiny")
     config = fixtures.tiny(root / "tiny63", eos_token_id=63)

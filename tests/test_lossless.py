@@ -13,13 +13,13 @@ from tests import fixtures, golden_data
 from tests.overfit import replace_tensors
 
 PROMPT = [0, 12, 20, 31]
-# known-bugs G01: transformers' greedy continuation of PROMPT
+# known_bugs.md G01: transformers' greedy continuation of PROMPT
 GREEDY = [41, 53, 5, 41, 53, 29, 14, 34, 22, 41, 52, 41, 19, 11, 7, 35, 15, 48, 12, 7, 11, 2, 52, 55, 22, 24, 1, 52]
 GREEDY += [28, 42]
 
 
 def prompt_of(length: int) -> list[int]:
-    """P(n) of known-bugs."""
+    """P(n) of known_bugs.md."""
     return [0] + [10 + (7 * i + 3) % 54 for i in range(length - 1)]
 
 
@@ -182,7 +182,7 @@ def test_g02_every_emitted_token_has_the_targets_law(const, sampling):
                 after["full acceptance" if length == levels else "rejection"].append(answer.token_ids[position])
     assert after["full acceptance"], "the drafter was meant to be accepted in full now and then"
     check_law(np.array(after["full acceptance"]), law)
-    if (temperature, top_k, top_p) == (0.25, 0, 1.0):  # the values that known-bugs gives
+    if (temperature, top_k, top_p) == (0.25, 0, 1.0):  # the values that known_bugs.md gives
         np.testing.assert_allclose(law[2:4], [0.018, 0.982], atol=1e-3)
 
 

@@ -15,7 +15,7 @@ from tests.test_program import batch_of, compilations
 
 TREE = {"levels": 5, "total_nodes": 12, "draft_top_k": 2}
 CHAIN = {"levels": 5, "total_nodes": 6, "draft_top_k": 1}
-P60 = [41, 10, 5, 42, 41, 22, 1, 21, 52, 16, 41, 35, 49, 57, 52, 19, 11, 52, 32, 57]  # known-bugs G06
+P60 = [41, 10, 5, 42, 41, 22, 1, 21, 52, 16, 41, 35, 49, 57, 52, 19, 11, 52, 32, 57]  # known_bugs.md G06
 
 
 @pytest.fixture(scope="module")
