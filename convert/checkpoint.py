@@ -23,11 +23,12 @@ LONGEST_NAME = 255  # bytes of one part of a path; the operating system refuses 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
-def locate(name: str) -> Path:
+def locate(name: str | Path) -> Path:
     """The local path of a model: a directory, a GGUF file, or a hub id, which is downloaded (or found in the cache).
 
     A directory without `config.json` that holds exactly one GGUF file stands for that file.
     """
+    name = str(name)
     path = Path(name).expanduser()
     if not name or len(path.name.encode()) > LONGEST_NAME or "\0" in name:
         raise InputError(f"{name!r} is not the name of a file or directory")
@@ -69,7 +70,7 @@ class Source:
     tensors: Mapping[str, np.ndarray]
 
     @classmethod
-    def open(cls, name: str) -> "Source":
+    def open(cls, name: str | Path) -> "Source":
         """Raises InputError naming the file that is missing or broken."""
         path = locate(name)
         if path.suffix == ".gguf":

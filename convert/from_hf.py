@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def _block(
     return params
 
 
-def load_draft(source: Source, place: Place, spans: tuple[int, ...] | None = None) -> Loaded:
+def load_draft(source: Source, place: Place, spans: Sequence[int] | None = None) -> Loaded:
     """A drafter in the published key layout: parameters of `Drafter`, and `embed` if the checkpoint holds one.
 
     `spans` come from the caller, else from `spans` in the config; a single specialist is one span. Raises
@@ -172,13 +172,13 @@ def load_draft(source: Source, place: Place, spans: tuple[int, ...] | None = Non
     return Loaded(config, params)
 
 
-def _spans(source: Source, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _spans(source: Source, given: Sequence[int] | None) -> tuple[int, ...]:
     path = source.path
     matches = [re.match(r"layers\.(\d+)\.", name) for name in source.tensors]
     specialists = len({match.group(1) for match in matches if match})
     if not specialists:
         raise InputError(f"{path}: holds no specialist; tensors named layers.0.* are missing")
-    spans = given or _stored_spans(source)
+    spans = _stored_spans(source) if given is None else tuple(given)
     if spans is None and specialists == 1:
         return (1,)
     if spans is None:
@@ -187,7 +187,7 @@ def _spans(source: Source, given: tuple[int, ...] | None) -> tuple[int, ...]:
             f"serves; pass --spans with {specialists} numbers, such as --spans {format_spans((2,) * specialists)}"
         )
     if len(spans) != specialists:
-        origin = "--spans" if given else "config.json"
+        origin = "config.json" if given is None else "--spans"
         raise InputError(
             f"{path}: spans {format_spans(spans)} of {origin} are for {len(spans)} specialist(s), "
             f"but the checkpoint holds {specialists}"

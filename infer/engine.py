@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,19 +40,19 @@ class Generator:
     @classmethod
     def from_pretrained(
         cls,
-        target: str,
-        draft: str | None = None,
+        target: str | Path,
+        draft: str | Path | None = None,
         *,
-        spans: tuple[int, ...] | None = None,
+        spans: Sequence[int] | str | None = None,
         dtype: str = "float32",
         mesh: str | None = None,
-        tokenizer: str | None = None,
+        tokenizer: str | Path | None = None,
     ) -> "Generator":
         """Loads a target (directory, hub id, GGUF file) and a drafter (directory or hub id).
 
-        `spans`: how many draft positions each specialist serves; needed where there are several and the drafter's
-        config does not say. `mesh`: "tensor=N" splits the weights over N devices. `tokenizer`: where to take the
-        tokenizer from, if not from the target. Raises InputError.
+        `spans`: how many draft positions each specialist serves, (3, 3) or "3,3"; needed where there are several and
+        the drafter's config does not say. `mesh`: "tensor=N" splits the weights over N devices. `tokenizer`: where to
+        take the tokenizer from, if not from the target. Raises InputError.
         """
         return cls(load_models(target, draft, spans=spans, dtype=dtype, mesh=mesh, tokenizer=tokenizer))
 

@@ -18,7 +18,6 @@ from infer.loading import DTYPES
 from infer.results import Generation
 from infer.settings import Settings
 from infer.trace import write_trace
-from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
 
 
@@ -162,9 +161,13 @@ def run(options: argparse.Namespace) -> None:
     """Everything after the flags; raises InputError before anything is written or run."""
     check_flags(options)
     settings, prompts = settings_from(options), read_prompts(options)
-    spans = None if options.spans is None else parse_spans(options.spans)
     generator = Generator.from_pretrained(
-        options.target, options.draft, spans=spans, dtype=options.dtype, mesh=options.mesh, tokenizer=options.tokenizer
+        options.target,
+        options.draft,
+        spans=options.spans,
+        dtype=options.dtype,
+        mesh=options.mesh,
+        tokenizer=options.tokenizer,
     )
     encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
     generator.check(encoded, settings)

@@ -1,6 +1,8 @@
 """From names of checkpoints to weights on devices."""
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from convert.from_hf import Loaded, Place, load_draft, load_target
 from convert.gguf import GGUFCheckpoint
 from convert.tokenizer import load_tokenizer
 from poss_jax import sharding
+from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
 
 DTYPES = ("float32", "bfloat16")
@@ -34,17 +37,18 @@ class Models:
 
 
 def load_models(
-    target: str,
-    draft: str | None = None,
+    target: str | Path,
+    draft: str | Path | None = None,
     *,
-    spans: tuple[int, ...] | None = None,
+    spans: Sequence[int] | str | None = None,
     dtype: str = "float32",
     mesh: str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
 ) -> Models:
     """See `Generator.from_pretrained`. Every file is opened, and so checked, before any weight is read."""
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    spans = parse_spans(spans) if isinstance(spans, str) else spans
     place, notes = _place_on(mesh, jnp.dtype(dtype))
     source = Source.open(target)
     draft_source = None if draft is None else Source.open(draft)
@@ -72,7 +76,7 @@ def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _tokenizer_for(source: Source, name: str | None):
+def _tokenizer_for(source: Source, name: str | Path | None):
     if name is None:
         return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
     tokenizer = load_tokenizer(locate(name))

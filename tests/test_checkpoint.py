@@ -577,3 +577,9 @@ def test_spans_that_are_open_or_do_not_fit_are_refused(pair, tmp_path, load, dra
         edit_config(directory, spans=stored)
     with pytest.raises(InputError, match=message):
         load(directory, given)
+
+
+def test_the_library_takes_paths_and_spans_in_every_form(models):
+    for spans in ("1,2,3", (1, 2, 3), [1, 2, 3]):
+        generator = Generator.from_pretrained(models / "tiny63", models / "draft3", spans=spans)
+        assert generator.draft.config.spans == (1, 2, 3)
