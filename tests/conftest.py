@@ -1,5 +1,6 @@
 """Shared by all tests: eight virtual CPU devices, full float32 products, and the tiny models."""
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -15,6 +16,16 @@ from tests import fixtures, golden_data  # noqa: E402
 jax.config.update("jax_default_matmul_precision", "highest")
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_programs():
+    """Compiled programs of a finished file are dropped. Each holds memory maps, of which Linux grants a process 65,530
+    by default: one process that kept all programs of all tests was aborted inside the compiler.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -195,7 +195,7 @@ def test_golden_contexts_give_the_recorded_laws(golden, context, temperature):
     """
     recorded = golden_data.tensors(f"sampling/{context}")
     name = f"T{temperature:g}"
-    rows, batches = 512, 4
+    rows, batches = 512, 8
     answers = golden("poss2").generate(
         [recorded["prompt_tokens"].tolist()] * (rows * batches),
         max_new_tokens=4,
