@@ -6,6 +6,7 @@ import typing
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from convert.checkpoint import first_line
 from poss_jax.errors import InputError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -78,7 +79,7 @@ def tokenizer_from_gguf(checkpoint):
     except InputError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise _error(checkpoint, f"the tokenizer cannot be built ({_first_line(error)})") from error
+        raise _error(checkpoint, f"the tokenizer cannot be built ({first_line(error)})") from error
     _add_special_tokens(tokenizer, tokens, types)
     return _wrap(checkpoint, tokenizer, tokens, begin_by_default)
 
@@ -231,10 +232,6 @@ def _token(checkpoint, tokens, index):
     if not 0 <= index < len(tokens):
         raise _error(checkpoint, f"special token id {index} is beyond the vocabulary of {len(tokens)} tokens")
     return tokens[index]
-
-
-def _first_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _error(checkpoint, text):
