@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from convert.checkpoint import Source
@@ -16,7 +15,7 @@ from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_o
 from poss_jax.config import BlockConfig, DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec, parameter_specs
-from poss_jax.specialist import Drafter
+from poss_jax.specialist import draft_specs
 
 # Tables that old checkpoints hold although they follow from the config.
 COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
@@ -216,15 +215,3 @@ def _draft_params(tensors: Tensors, config: DraftConfig, place: Place) -> dict[s
         spec = ParameterSpec((config.vocab_size, hidden), ("vocab", "hidden"))
         placed["embed"] = place(tensors.take("embed_tokens.weight", *spec.shape), spec)
     return placed
-
-
-def draft_specs(config: DraftConfig) -> dict[str, Any]:
-    """Shapes and logical axes of the drafter's parameters, from the modules themselves."""
-    row = jax.ShapeDtypeStruct((1, 1, config.block.hidden_size), jnp.float32)
-    position = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    boxed = jax.eval_shape(Drafter(config).init, jax.random.key(0), row, row, position)["params"]
-    return jax.tree.map(
-        lambda box: ParameterSpec(box.value.shape, box.names),
-        boxed,
-        is_leaf=lambda leaf: hasattr(leaf, "names"),
-    )

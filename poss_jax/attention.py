@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+KERNELS = ("plain", "cudnn")
 QUERY_CHUNK = 512  # long prompts are attended in chunks of this many rows, so scores stay [b, k, g, 512, s]
 
 
@@ -25,11 +26,15 @@ class Part(NamedTuple):
     mask: jax.Array | None
 
 
-def attention(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
+def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") -> jax.Array:
     """One softmax over all `parts`; `query` [b, t, k, g, d] gives [b, t, k, g, d] in its dtype.
 
     Scores and softmax are float32, forbidden scores minus infinity. Every query row must see at least one key.
+    `kernel` "cudnn" takes one part, in bfloat16 or float16, and can be traced on an NVIDIA GPU only; it never writes
+    scores to memory, and rounds the weights of values differently.
     """
+    if kernel == "cudnn":
+        return _cudnn(query, *parts)
     rows = query.shape[1]
     chunks = rows // QUERY_CHUNK
     if chunks < 2 or rows % QUERY_CHUNK:
@@ -42,6 +47,20 @@ def attention(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
 
     attended = jax.lax.map(attend_chunk, jnp.arange(chunks))  # [chunks, b, QUERY_CHUNK, k, g, d]
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
+
+
+def _cudnn(query: jax.Array, part: Part) -> jax.Array:
+    batch, rows, heads, group, size = query.shape
+    keys, values = (jnp.swapaxes(side, 1, 2) for side in part.rows)  # [b, s, k, d]
+    attended = jax.nn.dot_product_attention(
+        query.reshape(batch, rows, heads * group, size),
+        keys,
+        values,
+        mask=None if part.mask is None else part.mask[:, None],
+        is_causal=part.mask is None,
+        implementation="cudnn",
+    )
+    return attended.reshape(query.shape)
 
 
 def _mask_of(part: Part, first: jax.Array | int, count: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """Frozen, hashable descriptions of a target and of a drafter, from Hugging Face config dictionaries."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,26 @@ class RopeConfig:
         factors = tuple(float(f) for f in config.get("rope_frequency_factors") or ())
         return cls(kind=kind, theta=theta, max_position=max_position, frequency_factors=factors, **extra)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Fields that `from_hf` and transformers read back to this; written old-style, which readers of any age know.
+
+        Only `from_hf` knows `rope_frequency_factors`, which is written where there are any.
+        """
+        fields: dict[str, Any] = {"rope_theta": self.theta, "rope_scaling": None}
+        fields["max_position_embeddings"] = self.max_position
+        if self.kind != "default":  # `type` is what the oldest readers look for
+            fields["rope_scaling"] = {"type": self.kind, "rope_type": self.kind, "factor": self.factor}
+        if self.kind == "llama3":
+            fields["rope_scaling"] |= {
+                "low_freq_factor": self.low_frequency_factor,
+                "high_freq_factor": self.high_frequency_factor,
+                "original_max_position_embeddings": self.max_position,
+            }
+            fields["max_position_embeddings"] = math.ceil(self.max_position * self.factor)
+        if self.frequency_factors:
+            fields["rope_frequency_factors"] = list(self.frequency_factors)
+        return fields
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
@@ -94,6 +115,19 @@ class BlockConfig:
             norm_eps=_real(config, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(config),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields that `from_hf` reads back to this."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            **self.rope.to_hf(),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +195,22 @@ class DraftConfig:
             spans=tuple(spans),
             fc_bias=bool(config.get("bias", True)),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The contents of a published draft `config.json`, with the spans.
+
+        `from_hf` reads it back to this. Other readers know neither the spans nor that there is a layer for each:
+        published drafters say one layer, however many specialists there are.
+        """
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "num_hidden_layers": 1,
+            **self.block.to_hf(),
+            "bias": self.fc_bias,
+            "spans": list(self.spans),
+        }
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -67,11 +67,13 @@ def forward(
     mask: jax.Array | None,
     prefix: tuple[KeyValues, ...] | None = None,
     prefix_length: jax.Array | None = None,
+    kernel: str = "plain",
 ) -> tuple[jax.Array, tuple[KeyValues, ...]]:
     """Runs `tokens` [b, t] at `positions` [b, t]; one function serves prompt, plain token and tree.
 
     `mask` [b or 1, t, t] says which of these rows a row sees, itself included (None: causal); all see the first
-    `prefix_length` [b] rows of `prefix`, one cache per layer. `lengths` [b, t]: see `rotary`.
+    `prefix_length` [b] rows of `prefix`, one cache per layer. `lengths` [b, t]: see `rotary`;
+    `kernel`: see `attention`.
 
     Returns features [b, t, h] and, per layer, the keys and values [b, k, t, d] of these rows. The caches are only
     read: which of the rows are worth keeping is known after verification.
@@ -87,7 +89,7 @@ def forward(
         parts = [Part(rows, mask)]
         if prefix is not None:
             parts.insert(0, filled(prefix[index], prefix_length))
-        attended = attention(rotate(query, cos, sin), parts)
+        attended = attention(rotate(query, cos, sin), parts, kernel)
         x = x + layers.attention_output(attended, layer["attention_output"], layer.get("attention_output_bias"))
         normed = layers.rms_norm(x, layer["mlp_norm"], block.norm_eps)
         x = x + layers.mlp(normed, layer["gate_up"], layer["down"], layer.get("gate_up_bias"), layer.get("down_bias"))
@@ -95,8 +97,15 @@ def forward(
     return layers.rms_norm(x, params["final_norm"], block.norm_eps), tuple(new_rows)
 
 
-def head(params: Params, features: jax.Array) -> jax.Array:
-    """Logits [..., v], float32, of features [..., h]."""
+def head(params: Params, features: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Logits [..., v] in `dtype`, summed in float32, of features [..., h]."""
     if "head" in params:
-        return jnp.einsum("...h,hv->...v", features, params["head"], preferred_element_type=jnp.float32)
-    return jnp.einsum("...h,vh->...v", features, params["embed"], preferred_element_type=jnp.float32)
+        return jnp.einsum("...h,hv->...v", features, params["head"], preferred_element_type=dtype)
+    return jnp.einsum("...h,vh->...v", features, params["embed"], preferred_element_type=dtype)
+
+
+def head_gradient(params: Params, slopes: jax.Array) -> jax.Array:
+    """The head backwards: gradients of logits [..., v] give those of features [..., h], float32."""
+    if "head" in params:
+        return jnp.einsum("...v,hv->...h", slopes, params["head"], preferred_element_type=jnp.float32)
+    return jnp.einsum("...v,vh->...h", slopes, params["embed"], preferred_element_type=jnp.float32)

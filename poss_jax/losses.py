@@ -1,15 +1,54 @@
-"""The terms of the draft loss (arXiv 2506.03566 after EAGLE and HASS), and their weighted sum."""
+"""The terms of the draft loss (arXiv 2506.03566 after EAGLE and HASS), their weighted sum, and its gradient.
 
+With large vocabularies the head is what training spends most of its time and memory on. So logits exist only for
+supervised rows, one chunk of them at a time; and since the head is frozen, the gradient of a chunk's features is
+taken while its logits are there, instead of computing them a second time on the way back.
+Extra shape letters here: j steps, g groups of rows, n rows of a group, c rows of a chunk.
+"""
+
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-ROW_CHUNK = 256  # rows of a sequence whose logits exist at one time
+from poss_jax import llama
+from poss_jax.errors import InputError
+from poss_jax.top_k import top_k
+
+ROW_CHUNK = 512  # rows of a group whose logits exist at one time, for all steps together
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWeights:
+    """Weights of the terms; the defaults are the authors'. `likeliest` is K of the top-K term.
+
+    `steps`: a weight for each step of the unroll; empty weighs all with 1. Steps are added, not averaged.
+    """
+
+    feature: float = 1.0
+    token: float = 0.1
+    top_k: float = 1.0
+    likeliest: int = 10
+    steps: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        weights = (self.feature, self.token, self.top_k, *self.steps)
+        if not all(0 <= weight < float("inf") for weight in weights):
+            raise InputError(f"loss weights {weights} must be numbers of at least 0")
+        if self.likeliest < 1:
+            raise InputError(f"top-K of the loss is {self.likeliest}; it must be at least 1")
+
+    def by_step(self, steps: int) -> tuple[float, ...]:
+        """A weight for each of `steps` steps. Raises InputError where another number of them was given."""
+        if self.steps and len(self.steps) != steps:
+            raise InputError(f"{len(self.steps)} step weights were given for {steps} steps of the unroll")
+        return self.steps or (1.0,) * steps
 
 
 class Losses(NamedTuple):
-    """Each [j], float32: sums over supervised rows divided by their number (plus 1e-5), for each step.
+    """Each [j], float32, one for each step.
 
     smooth_l1: between predicted and true features, mean over the hidden size. soft_cross_entropy: the target's law
     against the draft's, over the vocabulary. top_k_cross_entropy: the same over the target's k likeliest tokens only.
@@ -22,54 +61,133 @@ class Losses(NamedTuple):
     agreement: jax.Array
 
 
-def draft_losses(head, predicted: jax.Array, target: jax.Array, supervised: jax.Array, top_k: int) -> Losses:
-    """`predicted` [j, b, t, h] against `target` [b, t, h] on rows where `supervised` [b, t] is 1.
+def mean(sums, supervised: jax.Array):
+    """Sums over supervised rows divided by their number, with the authors' 1e-5, which makes no rows a loss of 0."""
+    count = jnp.sum(supervised, dtype=jnp.float32) + 1e-5
+    return jax.tree.map(lambda part: part / count, sums)
 
-    `head` gives logits [..., v] of features [..., h]. Supervised rows of each sequence are moved to its front and
-    taken in chunks; chunks without any are skipped, and the logits of one chunk are all that is in memory.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def loss_sums(
+    head_params: llama.Params,
+    predicted: jax.Array,
+    target: jax.Array,
+    supervised: jax.Array,
+    weights: LossWeights,
+    groups: int = 1,
+) -> tuple[jax.Array, Losses]:
+    """The weighted loss and its unweighted terms, summed over rows where `supervised` [b, t] is 1; float32.
+
+    `predicted` [j, b, t, h] is compared with `target` [b, t, h], whose law is the frozen `llama.head` of
+    `head_params`. Only the weighted loss can be differentiated, and only with respect to `predicted`; the terms are
+    figures to report. `groups`: into so many equal parts the batch is cut, each compacted for itself (one for each
+    set of devices that holds rows of its own, so that no row has to travel).
     """
+    return _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, with_gradient=False)[0]
+
+
+def _forward(head_params, predicted, target, supervised, weights, groups):
+    return _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, with_gradient=True)
+
+
+def _backward(weights, groups, gradient, cotangents):
+    return None, (cotangents[0] * gradient).astype(gradient.dtype), None, None
+
+
+loss_sums.defvjp(_forward, _backward)
+
+
+def _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, *, with_gradient):
+    """(total, terms), and the gradient [j, b, t, h] of the total in the dtype of `predicted`, or an empty array."""
+    steps, batch, rows, hidden = predicted.shape
+    predicted_rows = predicted.reshape(steps, groups, batch // groups * rows, hidden)
+    target = target.reshape(groups, -1, hidden)
+    supervised = supervised.reshape(groups, -1)
+    count = target.shape[1]
+    size = min(ROW_CHUNK, count)
+    # Supervised rows first. Of the other rows only those are touched that fill up the last chunk; those that the last
+    # chunk is short of are row `count`, which is no row: reading it gives anything, writing it does nothing.
     order = jnp.argsort(-supervised, axis=1, stable=True)
-    predicted = jnp.take_along_axis(predicted, order[None, ..., None], axis=2)
-    target = jnp.take_along_axis(target, order[..., None], axis=1)
-    supervised = jnp.take_along_axis(supervised, order, axis=1).astype(jnp.float32)
-    rows = target.shape[1]
-    size = min(ROW_CHUNK, rows)
-    padding = -rows % size
-    predicted = jnp.pad(predicted, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    target, supervised = jnp.pad(target, ((0, 0), (0, padding), (0, 0))), jnp.pad(supervised, ((0, 0), (0, padding)))
-    chunks = (rows + padding) // size
+    order = jnp.pad(order, ((0, 0), (0, -count % size)), constant_values=count)
+    chunks = -(-jnp.max(jnp.sum(supervised > 0, axis=1)) // size)
+    group = jnp.arange(groups)[:, None]
 
-    def split(array: jax.Array, axis: int) -> jax.Array:
-        shape = (*array.shape[:axis], chunks, size, *array.shape[axis + 1 :])
-        return jnp.moveaxis(array.reshape(shape), axis, 0)
-
-    zero = Losses(*(jnp.zeros(predicted.shape[0], jnp.float32) for _ in Losses._fields))
-
-    def add_chunk(total: Losses, chunk):
-        sums = jax.lax.cond(
-            jnp.any(chunk[2] > 0), lambda parts: _chunk_sums(head, *parts, top_k), lambda parts: zero, chunk
+    def add_chunk(index, sums):
+        total, terms, gradient = sums
+        chosen = jax.lax.dynamic_slice_in_dim(order, index * size, size, axis=1)  # [g, c]
+        counted = jnp.where(chosen < count, jnp.take_along_axis(supervised, chosen, axis=1, mode="clip"), 0)
+        chunk_total, chunk_terms, chunk_gradient = _chunk_sums(
+            head_params,
+            jnp.take_along_axis(predicted_rows, chosen[None, ..., None], axis=2, mode="clip"),
+            jnp.take_along_axis(target, chosen[..., None], axis=1, mode="clip"),
+            counted.astype(jnp.float32),
+            weights,
+            with_gradient,
         )
-        return jax.tree.map(jnp.add, total, sums), None
+        if with_gradient:
+            gradient = gradient.at[:, group, chosen].set(chunk_gradient, mode="drop", unique_indices=True)
+        return total + chunk_total, jax.tree.map(jnp.add, terms, chunk_terms), gradient
 
-    parts = (split(predicted, 2), split(target, 1), split(supervised, 1))
-    total, _ = jax.lax.scan(jax.checkpoint(add_chunk, prevent_cse=False), zero, parts)
-    return jax.tree.map(lambda part: part / (supervised.sum() + 1e-5), total)
+    terms = Losses(*(jnp.zeros(steps, jnp.float32) for _ in Losses._fields))
+    gradient = jnp.zeros_like(predicted_rows if with_gradient else predicted_rows[:0])
+    total, terms, gradient = jax.lax.fori_loop(0, chunks, add_chunk, (jnp.float32(0), terms, gradient))
+    return (total, terms), gradient.reshape(-1, batch, rows, hidden)
 
 
-def _chunk_sums(head, predicted: jax.Array, target: jax.Array, supervised: jax.Array, top_k: int) -> Losses:
-    """Sums over the supervised rows of a chunk: predicted [j, b, c, h], target [b, c, h], supervised [b, c]."""
-    target_logits = jax.lax.stop_gradient(head(target))
+def _chunk_sums(head_params, predicted, target, supervised, weights, with_gradient):
+    """Of predicted [j, g, c, h], target [g, c, h] and supervised [g, c]: total, terms, gradient [j, g, c, h]."""
+    # [rows, vocab] arrays are read several times, so they are stored in the computing dtype, and sums over them are
+    # float32. That of the target's logits is there once for all steps.
+    dtype = predicted.dtype
+    logits = llama.head(head_params, predicted, dtype).astype(jnp.float32)  # [j, g, c, v]
+    target_logits = llama.head(head_params, target)  # [g, c, v]
+    best = top_k(target_logits, min(weights.likeliest, target_logits.shape[-1]))[1]  # [g, c, k]
     law = jax.nn.softmax(target_logits)
-    log_draft = jax.nn.log_softmax(head(predicted))
-    best = jax.lax.top_k(law, min(top_k, law.shape[-1]))[1]
-    likely = jnp.take_along_axis(law * log_draft, best[None], axis=-1)
-    error = jnp.abs(predicted.astype(jnp.float32) - target.astype(jnp.float32))
-    smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5).mean(axis=-1)
-    agree = jnp.argmax(log_draft, axis=-1) == jnp.argmax(target_logits, axis=-1)
-    rows = (smooth, -(law * log_draft).sum(axis=-1), -likely.sum(axis=-1), agree)
-    return Losses(*(jnp.where(supervised > 0, part, 0.0).sum(axis=(1, 2)) for part in rows))
+    best_law = jnp.take_along_axis(law, best, axis=-1)
+    law, mass = law.astype(dtype), best_law.sum(axis=-1)
+    highest = logits.max(axis=-1)
+    exponentials, expected = _sums(jnp.exp(logits - highest[..., None]), law.astype(jnp.float32) * logits)
+    log_norm = highest + jnp.log(exponentials)  # [j, g, c]
+    best_logits = jnp.take_along_axis(logits, best[None], axis=-1)  # [j, g, c, k]
+    error = predicted.astype(jnp.float32) - target.astype(jnp.float32)
+    distance = jnp.abs(error)
+    rows = Losses(
+        smooth_l1=jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(axis=-1),
+        # -sum p log q with log q = logits - log_norm
+        soft_cross_entropy=log_norm - expected,
+        top_k_cross_entropy=mass * log_norm - jnp.sum(best_law * best_logits, axis=-1),
+        agreement=best_logits[..., 0] >= highest,
+    )
+    by_step = jnp.asarray(weights.by_step(logits.shape[0]), jnp.float32)
+    terms = Losses(*(jnp.where(supervised > 0, part, 0.0).sum(axis=(1, 2)) for part in rows))
+    total = jnp.sum(by_step * weighted_total(terms, weights))
+    if not with_gradient:
+        return total, terms, None
+    scale = by_step[:, None, None] * supervised  # [j, g, c]
+    place = (jnp.arange(best.shape[0])[:, None, None], jnp.arange(best.shape[1])[:, None], best)
+    pull = (weights.token * law).at[place].add((weights.top_k * best_law).astype(dtype), unique_indices=True)
+    push = scale * (weights.token + weights.top_k * mass)
+    slope = push[..., None] * jnp.exp(logits - log_norm[..., None]) - scale[..., None] * pull
+    gradient = llama.head_gradient(head_params, slope.astype(dtype))
+    gradient += (weights.feature / error.shape[-1]) * scale[..., None] * jnp.clip(error, -1, 1)
+    # A row that does not count may hold anything, infinities too, and 0 times those is no 0.
+    gradient = jnp.where(supervised[..., None] > 0, gradient, 0.0)
+    return total, terms, gradient.astype(dtype)
 
 
-def weighted_total(losses: Losses, feature: float = 1.0, token: float = 0.1, top_k: float = 1.0) -> jax.Array:
-    """Loss [j] of each step. The defaults are the authors' weights; steps are added, not averaged."""
-    return feature * losses.smooth_l1 + token * losses.soft_cross_entropy + top_k * losses.top_k_cross_entropy
+def _sums(*arrays: jax.Array) -> list[jax.Array]:
+    """Sums over the last axis, in one pass over what the arrays are made of."""
+
+    def add(left, right):
+        return [a + b for a, b in zip(left, right, strict=True)]
+
+    return jax.lax.reduce(arrays, (jnp.float32(0),) * len(arrays), add, [arrays[0].ndim - 1])
+
+
+def weighted_total(losses: Losses, weights: LossWeights) -> jax.Array:
+    """Loss [j] of each step, without the weights of steps."""
+    return (
+        weights.feature * losses.smooth_l1
+        + weights.token * losses.soft_cross_entropy
+        + weights.top_k * losses.top_k_cross_entropy
+    )

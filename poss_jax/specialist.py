@@ -7,6 +7,7 @@ before and after attention does not. So a specialist is two functions, `project`
 of the caller in between.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from poss_jax import layers
 from poss_jax.attention import KeyValues, Part, attention
 from poss_jax.config import BlockConfig, DraftConfig
+from poss_jax.llama import ParameterSpec
 from poss_jax.rotary import rotary, rotate
 
 _matrix = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=-1)
@@ -108,24 +110,48 @@ class Drafter(nn.Module):
 
 
 class BoundDrafter(NamedTuple):
-    """A drafter with its parameters (an `embed` among them is left to the caller): `Drafter`'s methods as functions."""
+    """A drafter with its parameters (an `embed` among them is left to the caller): `Drafter`'s methods as functions.
+
+    They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training) are cast where
+    they are used, so that what several uses add to their gradients is added in the dtype of the parameters.
+    """
 
     config: DraftConfig
     params: dict[str, Any]
 
-    def _apply(self, *arguments, method: str):
+    def _apply(self, dtype: jnp.dtype, *arguments, method: str):
         modules = {name: value for name, value in self.params.items() if name != "embed"}
-        drafter = Drafter(self.config, modules["fc"]["kernel"].dtype)
-        return drafter.apply({"params": modules}, *arguments, method=method)
+        modules = jax.tree.map(lambda array: array.astype(dtype), modules)
+        return Drafter(self.config, dtype).apply({"params": modules}, *arguments, method=method)
 
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.inputs`."""
-        return self._apply(embedded, features, method="inputs")
+        return self._apply(features.dtype, embedded, features, method="inputs")
 
     def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
         """See `Specialist.project`."""
-        return self._apply(specialist, x, positions, method="project")
+        return self._apply(x.dtype, specialist, x, positions, method="project")
 
     def finish(self, specialist: int, x: jax.Array, attended: jax.Array) -> jax.Array:
         """See `Specialist.finish`."""
-        return self._apply(specialist, x, attended, method="finish")
+        return self._apply(x.dtype, specialist, x, attended, method="finish")
+
+
+def draft_specs(config: DraftConfig) -> dict[str, Any]:
+    """Shapes and logical axes of the drafter's parameters, from the modules themselves."""
+    boxed = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
+    return jax.tree.map(lambda box: ParameterSpec(box.value.shape, box.names), boxed, is_leaf=_is_box)
+
+
+def init_draft(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
+    """Random parameters, float32, as the modules initialise them."""
+    return jax.tree.map(lambda box: box.value, _init(config, key), is_leaf=_is_box)
+
+
+def _init(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
+    row = jnp.zeros((1, 1, config.block.hidden_size), jnp.float32)
+    return Drafter(config).init(key, row, row, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def _is_box(leaf: Any) -> bool:
+    return hasattr(leaf, "names")

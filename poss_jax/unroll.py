@@ -12,8 +12,10 @@ Extra shape letters here: j steps, m earlier steps.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from poss_jax.attention import KeyValues
+from poss_jax.chain_attention import KEPT, chain_attention
 from poss_jax.config import DraftConfig
 from poss_jax.specialist import BoundDrafter
 
@@ -33,9 +35,9 @@ def unroll(
     of a packed row, 0 for padding; rows see their own conversation only.
     """
     drafter = BoundDrafter(config, params)
-    visible = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, None, :]
     x_target = drafter.inputs(embedded, features)
     query_features, inputs, predictions = features, [], []
+    kept = jax.checkpoint_policies.save_only_these_names("projected", *KEPT)
     for specialist, (start, span) in enumerate(zip(config.starts, config.spans, strict=True)):
         target_rows = drafter.project(specialist, x_target, offsets)[1]
         chain = _project_chain(drafter, specialist, inputs, offsets, sum(config.spans), target_rows)
@@ -43,16 +45,18 @@ def unroll(
         def step(carry, index, specialist=specialist, target_rows=target_rows):
             query_features, chain = carry
             x = drafter.inputs(embedded, query_features)
-            query, rows = drafter.project(specialist, x, offsets)
+            # Kept and not recomputed: attention's gradient needs just the numbers that its forward pass had, and a matrix
+            # product of the backward pass may round otherwise.
+            query, rows = checkpoint_name(drafter.project(specialist, x, offsets), "projected")
             chain = KeyValues(*(_shift(old, 3).at[index].set(new) for old, new in zip(chain, rows, strict=True)))
-            attended = _attend(query, target_rows, visible, chain, index)
+            attended = chain_attention(query, target_rows, chain, segments, index)
             predicted = drafter.finish(specialist, x, attended)
             following = jnp.where(offsets[..., None] == 0, features, _shift(predicted, 1))
             return (jax.lax.stop_gradient(following), chain), (predicted, x)
 
         steps = jnp.arange(start, start + span)
         (query_features, _), (predicted, x) = jax.lax.scan(
-            jax.checkpoint(step, prevent_cse=False), (query_features, chain), steps
+            jax.checkpoint(step, prevent_cse=False, policy=kept), (query_features, chain), steps
         )
         predictions.append(predicted)
         inputs += list(x)
@@ -81,27 +85,3 @@ def _project_chain(
 def _shift(array: jax.Array, axis: int) -> jax.Array:
     """Row i gets what row i - 1 had. The first row gets the last one's, which only meaningless rows ever see."""
     return jnp.roll(array, 1, axis=axis)
-
-
-def _attend(query: jax.Array, target: KeyValues, visible: jax.Array, chain: KeyValues, step: jax.Array) -> jax.Array:
-    """One softmax over the target's rows up to `step` rows back, and over the row's own chain of steps 1 .. `step`.
-
-    `query` [b, t, k, g, d]; `chain` [j, b, k, t, d] holds at row t what query row t is to see of each step.
-    """
-    rows = jnp.arange(query.shape[1])
-    far_enough = rows[:, None] - rows[None, :] >= step  # at step 0 a row sees itself among the target's
-    scale = query.shape[-1] ** -0.5
-    scores = jnp.einsum("btkgd,bksd->bkgts", query, target.keys, preferred_element_type=jnp.float32)
-    scores = jnp.where((visible & far_enough)[:, None, None], scores * scale, -jnp.inf)
-    steps = jnp.arange(chain.keys.shape[0])
-    chain_scores = jnp.einsum("btkgd,mbktd->bkgtm", query, chain.keys, preferred_element_type=jnp.float32)
-    in_chain = (steps >= 1) & (steps <= step)
-    chain_scores = jnp.where(in_chain, chain_scores * scale, -jnp.inf)
-    # A padding row at step 0 sees nothing: 0 instead of -inf for all of its scores keeps it finite and harmless.
-    nothing = ~(jnp.any(visible & far_enough, axis=-1) | (step > 0))[:, None, None, :, None]
-    weights = jax.nn.softmax(jnp.where(nothing, 0.0, jnp.concatenate([scores, chain_scores], axis=-1)), axis=-1)
-    weights = weights.astype(query.dtype)
-    count = target.keys.shape[2]
-    attended = jnp.einsum("bkgts,bksd->btkgd", weights[..., :count], target.values, preferred_element_type=jnp.float32)
-    attended += jnp.einsum("bkgtm,mbktd->btkgd", weights[..., count:], chain.values, preferred_element_type=jnp.float32)
-    return attended.astype(query.dtype)

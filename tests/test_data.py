@@ -15,17 +15,15 @@ from tests import fixtures, golden_data
 from train import conversations as reasons
 from train.conversations import DataSource, Dropped, parse_sources, read_records
 from train.data import (
-    NO_REPLY_LEFT,
     REFUSED,
     REWRITTEN,
-    Dataset,
     Encoder,
-    Example,
     Pending,
     load_dataset,
     main,
     supervised_rows,
 )
+from train.examples import NO_REPLY_LEFT, Dataset, Example
 from train.packing import Batches
 
 BOS, EOT, START, END, SYSTEM, USER, ASSISTANT, BREAK = 0, 1, 2, 3, 6, 7, 8, 9
@@ -181,7 +179,7 @@ def test_exactly_the_replies_are_supervised(tokenizer, system, turns, max_length
 def encode(tokenizer, messages, max_length, template=None):
     """The example of one conversation, or None."""
     encoder = Encoder(tokenizer, max_length, template)
-    pending = Pending(encoder.render(messages), messages, 0, 0)
+    pending = Pending(encoder.render(messages), messages, 0)
     return list(encoder.encode([pending], reasons.Summary())) or [None]
 
 

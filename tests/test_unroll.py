@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.from_hf import draft_specs
 from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_output
 from poss_jax import llama
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
-from poss_jax.losses import draft_losses, weighted_total
+from poss_jax.losses import LossWeights, loss_sums, mean
+from poss_jax.specialist import draft_specs
 from poss_jax.unroll import unroll
 from tests import golden_data
 
@@ -45,14 +45,11 @@ def test_golden_predictions_losses_and_gradients(golden, name):
 
     def total(trained):
         predicted = predict(generator, batch, {**params, **trained}, config)
-        losses = draft_losses(
-            lambda features: llama.head(generator.target.params, features),
-            predicted,
-            batch["target"],
-            batch["loss_mask"],
-            top_k=10,
+        sums = loss_sums(
+            generator.target.params, predicted, batch["target"], jnp.asarray(batch["loss_mask"]), LossWeights()
         )
-        return weighted_total(losses).sum(), (predicted, losses)
+        loss, losses = mean(sums, batch["loss_mask"])
+        return loss, (predicted, losses)
 
     trained = {key: value for key, value in params.items() if key != "embed"}
     (loss, (predicted, losses)), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(trained)
@@ -168,7 +165,8 @@ def losses_and_gradients(config, params, embedded, features, offsets, segments, 
 
     def total(params):
         predicted = unroll(config, params, embedded, features, offsets, segments)
-        return weighted_total(draft_losses(lambda rows: rows @ head, predicted, target, supervised, 10)).sum()
+        supervised_rows = jnp.asarray(supervised)
+        return mean(loss_sums({"head": head}, predicted, target, supervised_rows, LossWeights())[0], supervised_rows)
 
     return jax.jit(jax.value_and_grad(total))(params)
 

@@ -14,7 +14,8 @@ cut at the greatest length keeps its last row: token i + 2 was cut, but the targ
 at the end of a plain text, all of which is supervised: rows 0 to n - 2 of n tokens. The golden training batch is such
 a case: supervised up to row n - 2, where token i + 2 is from 7 (or 8) on.
 
-`python -m train.data show` prints examples for a person to check.
+`python -m train.data show` prints examples for a person to check, `prepare` writes them to disk (`train.store`), so
+that text is read, cleaned and tokenised once.
 """
 
 import argparse
@@ -45,56 +46,17 @@ from train.conversations import (
     parse_sources,
     read_records,
 )
+from train.examples import NO_REPLY_LEFT, Dataset, Example, join
+from train.store import is_prepared, open_prepared, write_prepared
 
 ENCODED_TOGETHER = 256  # texts given to the tokenizer at once, which spreads them over the cores
 
 # Why cleaned records go.
 REFUSED = "refused by the chat template"
 REWRITTEN = "the chat template alters or reorders turns"
-NO_REPLY_LEFT = "no reply within the greatest length"
 
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """tokens [n] int32. supervised [n] bool, by rows of the unroll. source, record: number of its source, and of its
-    record there, both from 0.
-    """
-
-    tokens: np.ndarray
-    supervised: np.ndarray
-    source: int
-    record: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    """Examples in the order of their sources, and how they were come by."""
-
-    examples: list[Example]
-    sources: tuple[DataSource, ...]
-    summary: Summary
-    max_length: int
-
-    def split(self, held_out: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
-        """Two data sets: the larger part, and `held_out` examples that the seed picks."""
-        if not 0 < held_out < len(self.examples):
-            raise InputError(f"cannot hold out {held_out} of {len(self.examples)} examples")
-        chosen = set(np.random.default_rng(seed).permutation(len(self.examples))[:held_out].tolist())
-        parts = [[e for i, e in enumerate(self.examples) if (i in chosen) == side] for side in (False, True)]
-        return tuple(dataclasses.replace(self, examples=part) for part in parts)
-
-    def fingerprint(self) -> str:
-        """The same for the same tokens and supervision in the same order."""
-        digest = hashlib.blake2b(digest_size=8)
-        for example in self.examples:
-            digest.update(len(example.tokens).to_bytes(8, "little") + example.tokens.tobytes())
-            digest.update(example.supervised.tobytes())
-        return digest.hexdigest()
-
-    def describe(self, index: int) -> str:
-        """Where an example comes from, for people: "a.json, record 12" (from 0)."""
-        example = self.examples[index]
-        return f"{self.sources[example.source].name}, record {example.record}"
+# What the tokenizer makes of this tells whether a prepared data set was made with the same one.
+PROBE = "Hello, world! It's 1234567 o'clock.\n\n  def f(x): return déjà_vu  # 你好"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +65,6 @@ class Pending:
 
     text: str
     messages: Messages | None
-    source: int
     record: int
 
 
@@ -115,8 +76,7 @@ class Encoder:
             raise InputError("the target has no tokenizer, so it cannot read text; pass --tokenizer DIR")
         if not tokenizer.is_fast:
             raise InputError("the tokenizer has no tokenizer.json, which tells where in the text each token stands")
-        if max_length < 3:
-            raise InputError(f"--max-length {max_length}: at least 3 tokens make a supervised row")
+        _check_length(max_length)
         self.tokenizer, self.max_length = tokenizer, max_length
         self.chat_template = chat_template or tokenizer.chat_template
         self._chosen = {"chat_template": chat_template} if chat_template else {}
@@ -171,7 +131,7 @@ class Encoder:
         summary.truncated += len(ids) > len(tokens)
         summary.tokens += len(tokens)
         summary.supervised += int(supervised.sum())
-        return Example(tokens, supervised, item.source, item.record)
+        return Example(tokens, supervised, source=0, record=item.record)
 
     def reply_spans(self, messages: Messages, text: str, limit: int) -> Iterator[tuple[int, int]]:
         """Characters [start, end) of each reply in the rendered `text`, its end-of-turn included, up to `limit`.
@@ -199,6 +159,11 @@ class Encoder:
             yield start, len(after.rstrip())  # a line break after the end-of-turn token is never generated
 
 
+def _check_length(max_length: int) -> None:
+    if max_length < 3:
+        raise InputError(f"--max-length {max_length}: at least 3 tokens make a supervised row")
+
+
 def _common_length(text: str, other: str, known: int) -> int:
     """How many characters two texts have in common from their beginning; the first `known` are taken to be."""
     return known + len(os.path.commonprefix([text[known : len(other)], other[known:]]))
@@ -224,27 +189,54 @@ def load_dataset(
 ) -> Dataset:
     """Reads, cleans and encodes all sources. `records`: read that many of each at most.
 
-    Raises InputError where a source cannot be read at all or gives no example.
+    A source may be the directory of a prepared data set, whose examples are taken as they are, or cut at `max_length`;
+    if all are, there need be no tokenizer. What is a duplicate is found out among the other sources only.
+
+    Raises InputError where a source cannot be read at all or gives no example, or two do not go together.
     """
-    encoder, summary = Encoder(tokenizer, max_length, chat_template), Summary()
-    examples: list[Example] = []
+    _check_length(max_length)
+    encoder, parts = None, []
     seen: set[bytes] = set()
-    for number, source in enumerate(sources):
-        found = len(examples)
-        kept = _prepare(itertools.islice(read_records(source.name), records), number, encoder, seen, summary)
-        with tqdm(desc=Path(source.name).name, unit=" examples", file=sys.stderr, disable=None) as progress:
-            while group := list(itertools.islice(kept, ENCODED_TOGETHER)):
-                examples += sorted(encoder.encode(group, summary), key=lambda example: example.record)
-                progress.update(len(group))
-        if len(examples) == found:
-            reasons = summary.dropped_records.most_common(1)
+    for source in sources:
+        if is_prepared(source.name):
+            part = _load_prepared(source, tokenizer, max_length, records)
+        else:
+            encoder = encoder or Encoder(tokenizer, max_length, chat_template)
+            part = _load_records(source, encoder, seen, records)
+        if not part.examples:
+            reasons = part.summary.dropped_records.most_common(1)
             raise InputError(f"{source.name}: gives no example ({reasons[0][0] if reasons else 'holds no records'})")
-    return Dataset(examples, tuple(sources), summary, max_length)
+        parts.append((source.name, part if source.weight is None else part.weighted(source.weight)))
+    return join(parts, max_length)
 
 
-def _prepare(
-    records: Iterable[Any], source: int, encoder: Encoder, seen: set[bytes], summary: Summary
-) -> Iterator[Pending]:
+def tokenizer_probe(tokenizer) -> tuple[int, ...]:
+    """What the tokenizer makes of a fixed text."""
+    return tuple(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+
+
+def _load_prepared(source: DataSource, tokenizer, max_length: int, records: int | None) -> Dataset:
+    if records is not None:
+        raise InputError(f"{source.name}: is prepared already; pass --records where it is prepared")
+    dataset = open_prepared(source.name)
+    if tokenizer is not None and dataset.probe and dataset.probe != tokenizer_probe(tokenizer):
+        raise InputError(f"{source.name}: was prepared with another tokenizer; prepare it again with this one")
+    return dataset.cut(max_length)
+
+
+def _load_records(source: DataSource, encoder: Encoder, seen: set[bytes], records: int | None) -> Dataset:
+    """A data set of this source alone."""
+    examples, summary = [], Summary()
+    kept = _prepare(itertools.islice(read_records(source.name), records), encoder, seen, summary)
+    with tqdm(desc=Path(source.name).name, unit=" examples", file=sys.stderr, disable=None) as progress:
+        while group := list(itertools.islice(kept, ENCODED_TOGETHER)):
+            examples += sorted(encoder.encode(group, summary), key=lambda example: example.record)
+            progress.update(len(group))
+    probe = tokenizer_probe(encoder.tokenizer)
+    return Dataset(examples, (DataSource(source.name),), summary, encoder.max_length, probe=probe)
+
+
+def _prepare(records: Iterable[Any], encoder: Encoder, seen: set[bytes], summary: Summary) -> Iterator[Pending]:
     """Cleaned and rendered records without duplicates; the others are counted."""
     for number, record in enumerate(records):
         summary.read += 1
@@ -256,7 +248,7 @@ def _prepare(
             seen.add(digest)
             plain = isinstance(cleaned, str)
             text = cleaned if plain else encoder.render(cleaned)
-            yield Pending(text, None if plain else cleaned, source, number)
+            yield Pending(text, None if plain else cleaned, number)
         except Dropped as reason:
             summary.dropped_records[str(reason)] += 1
 
@@ -287,7 +279,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="FILE[:WEIGHT]",
-        help="JSON, JSONL or Parquet files, directories of them or hub data sets; weights are shares of an epoch",
+        help="JSON, JSONL or Parquet files, directories of them, hub data sets, or directories that train.data prepare "
+        "or train.features wrote; weights are shares of an epoch",
     )
     parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
     parser.add_argument("--chat-template", metavar="FILE", help="use this template (default: the tokenizer's)")
@@ -323,19 +316,36 @@ def show(options: argparse.Namespace) -> None:
     print(f"---\n{dataset.summary}")
 
 
+def prepare(options: argparse.Namespace) -> None:
+    """Writes the examples to a directory, and prints the summary."""
+    if not (options.tokenizer or options.target):
+        raise InputError("no tokenizer given; pass --target MODEL or --tokenizer DIR")
+    dataset = dataset_from(options, load_tokenizer(locate(options.tokenizer or options.target)))
+    store = write_prepared(dataset, options.out)
+    print(dataset.summary)
+    print(f"{len(dataset.examples):,} examples are in {options.out}, {len(store.shards)} shards; give that to --data")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="python -m train.data", description="Look at training data as training sees it.")
-    commands = parser.add_subparsers(required=True, metavar="show", parser_class=OneLineParser)
+    parser = OneLineParser(prog="python -m train.data", description="Look at training data, and prepare it on disk.")
+    commands = parser.add_subparsers(required=True, metavar="show|prepare", parser_class=OneLineParser)
     command = commands.add_parser("show", help="print examples, supervised tokens highlighted, and the summary")
     command.add_argument("--target", required=True, help="directory, hub id or GGUF file of the target")
     add_data_flags(command)
     command.add_argument("--count", type=int, default=3, help="examples to print (%(default)s)")
+    command.set_defaults(run=show)
+    command = commands.add_parser("prepare", help="tokenise once, and write a directory that --data takes everywhere")
+    command.add_argument("--target", help="directory, hub id or GGUF file of the target, for its tokenizer")
+    add_data_flags(command)
+    command.add_argument("--out", required=True, metavar="DIR", help="directory to write, or to go on with")
+    command.set_defaults(run=prepare)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(show, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    return exit_status(options.run, options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from poss_jax.errors import InputError
-from train.data import Dataset, Example
+from train.examples import Dataset, Example
 
 PACKINGS = ("rows", "none")
 WINDOW = 1024  # examples that are packed among themselves, longest first
@@ -26,12 +26,14 @@ class Batch:
     tokens [b, t] int32, 0 in padding. segments [b, t] int32: conversations of a row, numbered from 1; 0 is padding.
     offsets [b, t] int32: place within the conversation, from 0; 0 in padding. supervised [b, t] int32: 1 where
     predictions count; never the last row of a conversation, whose following token there is none (or a stranger's).
+    features [b, t, h], 0 in padding, in the dtype that they were stored in, or None: the target's, at their tokens.
     """
 
     tokens: np.ndarray
     segments: np.ndarray
     offsets: np.ndarray
     supervised: np.ndarray
+    features: np.ndarray | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -40,14 +42,18 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Example]], width: int) -> "Batch":
-        """One row for each list of examples, which fit into `width` tokens together."""
-        batch = cls(*(np.zeros((len(rows), width), np.int32) for _ in range(4)))
+        """One row for each list of examples, which fit into `width` tokens together; all have features or none has."""
+        known = next((example.features for row in rows for example in row), None)
+        features = None if known is None else np.zeros((len(rows), width, known.shape[1]), known.dtype)
+        batch = cls(*(np.zeros((len(rows), width), np.int32) for _ in range(4)), features)
         for row, examples in enumerate(rows):
             start = 0
             for number, example in enumerate(examples, 1):
                 place = (row, slice(start, start + len(example.tokens)))
                 batch.tokens[place], batch.supervised[place] = example.tokens, example.supervised
                 batch.segments[place], batch.offsets[place] = number, np.arange(len(example.tokens))
+                if features is not None:
+                    features[place] = example.features  # which reads them, if they are on disk
                 start += len(example.tokens)
         return batch
 
@@ -70,6 +76,8 @@ class Batches:
             raise InputError(f"--seed {seed}: must not be negative")
         if not dataset.examples:
             raise InputError("there are no examples to train on")
+        if len({example.features is None for example in dataset.examples}) > 1:
+            raise InputError("some examples have features of the target and others have not; run train.features on all")
         self.dataset, self.batch_size, self.packing, self.seed = dataset, batch_size, packing, seed
         self.lengths = np.array([len(example.tokens) for example in dataset.examples])
         longest = -(-int(self.lengths.max()) // UNPACKED_STEP) * UNPACKED_STEP
