@@ -171,12 +171,17 @@ def load_draft(source: Source, place: Place, spans: Sequence[int] | None = None)
     return Loaded(config, params)
 
 
-def _spans(source: Source, given: Sequence[int] | None) -> tuple[int, ...]:
-    path = source.path
+def count_specialists(source: Source) -> int:
+    """How many specialists a drafter's checkpoint holds. Raises InputError if there is none."""
     matches = [re.match(r"layers\.(\d+)\.", name) for name in source.tensors]
     specialists = len({match.group(1) for match in matches if match})
     if not specialists:
-        raise InputError(f"{path}: holds no specialist; tensors named layers.0.* are missing")
+        raise InputError(f"{source.path}: holds no specialist; tensors named layers.0.* are missing")
+    return specialists
+
+
+def _spans(source: Source, given: Sequence[int] | None) -> tuple[int, ...]:
+    path, specialists = source.path, count_specialists(source)
     spans = _stored_spans(source) if given is None else tuple(given)
     if spans is None and specialists == 1:
         return (1,)

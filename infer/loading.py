@@ -52,7 +52,7 @@ def load_models(
     place, notes = _place_on(mesh, jnp.dtype(dtype))
     source = Source.open(target)
     draft_source = None if draft is None else Source.open(draft)
-    text = _tokenizer_for(source, tokenizer)
+    text = tokenizer_for(source, tokenizer)
     eos_ids = find_eos_ids(source, text)
     loaded, drafter = load_target(source, place), None
     if draft_source is not None:
@@ -76,7 +76,8 @@ def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _tokenizer_for(source: Source, name: str | Path | None):
+def tokenizer_for(source: Source, name: str | Path | None):
+    """The tokenizer of a target, or the one called `name`; None if the target has none."""
     if name is None:
         return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
     tokenizer = load_tokenizer(locate(name))

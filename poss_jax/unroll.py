@@ -45,8 +45,8 @@ def unroll(
         def step(carry, index, specialist=specialist, target_rows=target_rows):
             query_features, chain = carry
             x = drafter.inputs(embedded, query_features)
-            # Kept and not recomputed: attention's gradient needs just the numbers that its forward pass had, and a matrix
-            # product of the backward pass may round otherwise.
+            # Kept and not recomputed: attention's gradient needs just the numbers that its forward pass had, and a
+            # matrix product of the backward pass may round otherwise.
             query, rows = checkpoint_name(drafter.project(specialist, x, offsets), "projected")
             chain = KeyValues(*(_shift(old, 3).at[index].set(new) for old, new in zip(chain, rows, strict=True)))
             attended = chain_attention(query, target_rows, chain, segments, index)

@@ -1,0 +1,53 @@
+"""Figures on held-out conversations: losses, acceptance by draft position, similarity of features."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from poss_jax.acceptance import acceptance
+from poss_jax.losses import mean, weighted_total
+from poss_jax.objective import Params, Rows, batch_sums
+from train.feed import stack
+from train.packing import Batches
+from train.step import Trainer
+
+
+class Evaluation:
+    """Evaluates drafters on the same held-out batches again and again."""
+
+    def __init__(self, trainer: Trainer, batches: Batches):
+        self._trainer, self._batches = trainer, batches
+        whole = NamedSharding(trainer.mesh, PartitionSpec())
+        self._sums = jax.jit(self._batch_sums, out_shardings=whole)
+
+    def _batch_sums(self, params: Params, frozen: Params, rows: Rows):
+        rows = jax.tree.map(lambda array: array[0], rows)
+        terms = batch_sums(self._trainer.objective, params, frozen, rows)[1]
+        return terms, jnp.sum(rows.supervised), acceptance(self._trainer.objective, params, frozen, rows)
+
+    def __call__(self, params: Params, frozen: Params) -> dict[str, float | list[float]]:
+        """`loss`, the terms, `agreement`, `acceptance` (each position given that all before it were accepted), `cosine`
+        by draft position, and `tokens_per_round` of a chain.
+        """
+        with jax.set_mesh(self._trainer.mesh):
+            totals = _add([self._sums(params, frozen, self._rows(index)) for index in range(self._batches.count(0))])
+        terms, supervised, accepted = totals
+        terms = mean(terms, supervised)
+        by_step = np.array(self._trainer.objective.weights.by_step(len(terms.smooth_l1)))
+        return {
+            "loss": float((by_step * np.asarray(weighted_total(terms, self._trainer.objective.weights))).sum()),
+            **{name: np.asarray(part).tolist() for name, part in terms._asdict().items()},
+            "tokens_per_round": float(accepted.tokens_per_round),
+            "acceptance": np.asarray(accepted.by_position).tolist(),
+            "cosine": np.asarray(accepted.mean_cosine).tolist(),
+        }
+
+    def _rows(self, index: int) -> Rows:
+        return self._trainer.put_rows(stack([self._batches.batch(0, index)]))
+
+
+def _add(parts: Sequence):
+    return jax.tree.map(lambda *arrays: sum(map(np.asarray, arrays)), *parts)

@@ -1,0 +1,100 @@
+"""What training starts from: the frozen target and the drafter, on the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from convert.checkpoint import Source
+from convert.from_hf import Loaded, Place, count_specialists, load_draft, load_target
+from poss_jax import sharding
+from poss_jax.config import DraftConfig, TargetConfig, format_spans
+from poss_jax.errors import InputError
+from poss_jax.llama import ParameterSpec
+from poss_jax.objective import Params
+from poss_jax.specialist import draft_specs, init_draft
+
+
+def place_on(mesh: Mesh, dtype: str) -> Place:
+    """Puts a parameter on the mesh. Every process reads the whole checkpoint and keeps its devices' parts."""
+
+    def place(array: np.ndarray, spec: ParameterSpec) -> jax.Array:
+        array = np.asarray(array).astype(jnp.dtype(dtype))
+        where = sharding.parameter_sharding(mesh, spec)
+        return jax.make_array_from_callback(array.shape, where, array.__getitem__)
+
+    return place
+
+
+def load_frozen(source: Source, mesh: Mesh, dtype: str, *, features_stored: bool) -> tuple[TargetConfig, Params]:
+    """The target; with stored features only its embedding and head, which are all that training needs then."""
+    place = place_on(mesh, dtype)
+
+    def place_vocabulary(array: np.ndarray, spec: ParameterSpec) -> jax.Array | None:
+        return place(array, spec) if "vocab" in spec.axes else None
+
+    config, params = load_target(source, place_vocabulary if features_stored else place)
+    if features_stored:
+        params = {name: params[name] for name in ("embed", "head") if name in params}
+    return config, params
+
+
+@dataclasses.dataclass(frozen=True)
+class StartDrafter:
+    """A drafter to train. params: float32 on the mesh. embed: its own token embedding, frozen, or None. origin: where
+    it comes from, for people.
+    """
+
+    config: DraftConfig
+    params: Params
+    embed: jax.Array | None
+    origin: str
+
+
+def start_drafter(
+    target: TargetConfig, spans: tuple[int, ...], init_from: str | None, mesh: Mesh, dtype: str, seed: int
+) -> StartDrafter:
+    """A random drafter of the target's sizes, or one from a checkpoint with as many specialists or fewer: each that it
+    lacks starts from the one before it. Raises InputError for a checkpoint of another target.
+    """
+    if init_from is None:
+        config = DraftConfig(target.block, target.vocab_size, spans)
+        params = jax.device_get(jax.jit(init_draft, static_argnums=0)(config, jax.random.key(seed)))
+        return StartDrafter(config, _on(mesh, config, params), None, "random")
+    loaded = _load(init_from)
+    _check_sizes(init_from, loaded.config, target)
+    there = len(loaded.config.spans)
+    if there > len(spans):
+        raise InputError(
+            f"{init_from}: has {there} specialists; --spans {format_spans(spans)} has room for {len(spans)}"
+        )
+    config = dataclasses.replace(loaded.config, spans=spans)
+    params = {"fc": loaded.params["fc"]}
+    for index in range(len(spans)):
+        params[f"specialist_{index}"] = loaded.params[f"specialist_{min(index, there - 1)}"]
+    embed = loaded.params.get("embed")
+    if embed is not None:
+        embed = place_on(mesh, dtype)(embed, ParameterSpec(embed.shape, ("vocab", "hidden")))
+    return StartDrafter(config, _on(mesh, config, params), embed, init_from)
+
+
+def _load(name: str) -> Loaded:
+    """A drafter as host arrays, whatever its spans."""
+    source = Source.open(name)
+    return load_draft(source, lambda array, spec: np.asarray(array), spans=(1,) * count_specialists(source))
+
+
+def _on(mesh: Mesh, config: DraftConfig, params: dict[str, Any]) -> Params:
+    return jax.tree.map(place_on(mesh, "float32"), params, draft_specs(config))
+
+
+def _check_sizes(name: str, draft: DraftConfig, target: TargetConfig) -> None:
+    for size, theirs, ours in (
+        ("hidden_size", draft.block.hidden_size, target.block.hidden_size),
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise InputError(f"{name}: has {size} {theirs}, the target {ours}; it was made for another target")
