@@ -34,7 +34,8 @@ def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") ->
     scores to memory, and rounds the weights of values differently.
     """
     if kernel == "cudnn":
-        return _cudnn(query, *parts)
+        ((keys_and_values, mask),) = parts
+        return fused_attention(query, keys_and_values, None if mask is None else mask[:, None])
     rows = query.shape[1]
     chunks = rows // QUERY_CHUNK
     if chunks < 2 or rows % QUERY_CHUNK:
@@ -49,18 +50,31 @@ def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") ->
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
 
 
-def _cudnn(query: jax.Array, part: Part) -> jax.Array:
-    batch, rows, heads, group, size = query.shape
-    keys, values = (jnp.swapaxes(side, 1, 2) for side in part.rows)  # [b, s, k, d]
+def fused_attention(query: jax.Array, rows: KeyValues, mask: jax.Array | None, *, return_residual: bool = False):
+    """cuDNN's attention, in the layouts of `attention`; `mask` [b or 1, 1, t, s], None for causal. With
+    `return_residual` also the logarithms of summed exponentials, [b, t, k * g], float32.
+    """
+    batch, count, heads, group, size = query.shape
     attended = jax.nn.dot_product_attention(
-        query.reshape(batch, rows, heads * group, size),
-        keys,
-        values,
-        mask=None if part.mask is None else part.mask[:, None],
-        is_causal=part.mask is None,
+        query.reshape(batch, count, heads * group, size),
+        *(jnp.swapaxes(side, 1, 2) for side in rows),  # [b, s, k, d]
+        mask=mask,
+        is_causal=mask is None,
         implementation="cudnn",
+        return_residual=return_residual,
     )
+    if return_residual:
+        return attended[0].reshape(query.shape), attended[1]
     return attended.reshape(query.shape)
+
+
+def causal(segments: jax.Array, first: int = 0, last: int | None = None) -> jax.Array:
+    """[b, c, s]: whether query rows `first` to `last` (of all t if None) may see key rows up to `last`, where rows see
+    themselves and those before them of the same segment. `segments` [b, t].
+    """
+    last = segments.shape[1] if last is None else last
+    behind = jnp.arange(first, last)[:, None] >= jnp.arange(last)[None, :]
+    return (segments[:, first:last, None] == segments[:, None, :last]) & behind
 
 
 def _mask_of(part: Part, first: jax.Array | int, count: int) -> jax.Array:

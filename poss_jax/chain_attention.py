@@ -1,4 +1,4 @@
-"""Attention of the training unroll: over the target's rows, and over each row's own chain of drafted ones.
+"""Attention of the training unroll: over the target's rows, and over each chain's own drafted ones.
 
 Its gradient is written out, because it needs so little: from the sum of a row's exponentials all weights come back in
 one pass, where differentiating a softmax would keep or recompute several arrays of t * t. Queries are taken in chunks
@@ -6,32 +6,48 @@ that see no key behind them, which saves up to half of the products.
 Extra shape letters here: m steps of the chain, c query rows of a chunk, s key rows that a chunk may see.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from poss_jax.attention import KeyValues
+from poss_jax.attention import KeyValues, causal, fused_attention
 
 QUERY_CHUNK = 256
 MOST_CHUNKS = 8  # each is compiled for itself
 KEPT = ("attended", "log_sum")  # worth keeping for the backward pass where the rest is recomputed
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chain_attention(
-    query: jax.Array, target: KeyValues, chain: KeyValues, segments: jax.Array, step: jax.Array
+    query: jax.Array,
+    target: KeyValues,
+    chain: KeyValues,
+    segments: jax.Array,
+    step: jax.Array,
+    kernel: str = "plain",
 ) -> jax.Array:
-    """One softmax for each query row: over the target's rows of its segment up to `step` rows back (itself at step 0),
-    and over its own chain of steps 1 .. `step`.
+    """One softmax for each query row: over the target's rows of its segment up to itself, from which its chain
+    started, and over its chain's own rows of steps 1 .. `step`.
 
-    `query` [b, t, k, g, d], `target` [b, k, t, d]; `chain` [m, b, k, t, d] holds at row t what query row t may see of
-    each step. Returns [b, t, k, g, d] in the dtype of `query`; scores and softmax are float32. Segment 0 is padding,
-    whose rows see each other and mean nothing.
+    `query` [b, t, k, g, d], `target` [b, k, t, d], `chain` [m, b, k, t, d], of which row t belongs to query row t.
+    Returns [b, t, k, g, d] in the dtype of `query`; scores and softmax are float32. Segment 0 is padding, whose rows
+    see each other and mean nothing. `kernel`: of the forward pass over the target's rows, see `attention`.
     """
-    return _forward(query, target, chain, segments, step)[0]
+    return _forward(query, target, chain, segments, step, kernel)[0]
 
 
-def _forward(query, target, chain, segments, step):
+def _forward(query, target, chain, segments, step, kernel):
+    attend = _attend_fused if kernel == "cudnn" else _attend_in_chunks
+    attended, log_sum = attend(query, target, chain, segments, step)
+    attended = checkpoint_name(attended.astype(query.dtype), "attended")
+    log_sum = checkpoint_name(log_sum, "log_sum")
+    return attended, (query, target, chain, segments, step, attended, log_sum)
+
+
+def _attend_in_chunks(query, target, chain, segments, step):
+    """Attended [b, t, k, g, d] float32, and the logarithm of each row's summed exponentials [b, k, g, t]."""
     attended, log_sum = [], []
     for first, last in _chunks(query.shape[1]):
         some = _by_head(query[:, first:last])  # [b, k, g, c, d]
@@ -43,12 +59,23 @@ def _forward(query, target, chain, segments, step):
         mixed = _matrix("bkms,bksd->bkmd", weights, target.values[:, :, :last], some.shape)
         own = chain.values[:, :, :, None, first:last].astype(jnp.float32)
         attended.append(_by_row(mixed + jnp.sum(chain_weights[..., None] * own, axis=0)))
-    attended = checkpoint_name(jnp.concatenate(attended, axis=1).astype(query.dtype), "attended")
-    log_sum = checkpoint_name(jnp.concatenate(log_sum, axis=-1), "log_sum")
-    return attended, (query, target, chain, segments, step, attended, log_sum)
+    return jnp.concatenate(attended, axis=1), jnp.concatenate(log_sum, axis=-1)
 
 
-def _backward(kept, slope):
+def _attend_fused(query, target, chain, segments, step):
+    """The same from a fused kernel over the target's rows and its sums of exponentials."""
+    seen = causal(segments)[:, None]
+    mixed, target_log_sum = fused_attention(query, target, seen, return_residual=True)
+    target_log_sum = target_log_sum.reshape(query.shape[:-1]).transpose(0, 2, 3, 1)  # [b, k, g, t]
+    chain_scores = _chain_scores(_by_head(query), chain, step, 0, query.shape[1])
+    log_sum = jnp.logaddexp(target_log_sum, jax.nn.logsumexp(chain_scores, axis=0))
+    own = chain.values[:, :, :, None].astype(jnp.float32)
+    own = jnp.sum(jnp.exp(chain_scores - log_sum)[..., None] * own, axis=0)
+    share = jnp.exp(target_log_sum - log_sum)[..., None]
+    return _by_row(share * _by_head(mixed.astype(jnp.float32)) + own), log_sum
+
+
+def _backward(kernel, kept, slope):
     query, target, chain, segments, step, attended, log_sum = kept
     scale = query.shape[-1] ** -0.5
     query_slopes, chain_slopes = [], []
@@ -92,15 +119,17 @@ def _chunks(rows: int) -> list[tuple[int, int]]:
 
 def _scores(query, target, chain, segments, step, first, last):
     """Of a chunk [b, k, g, c, d]: scores [b, k, g, c, s] of the target's rows, and [m, b, k, g, c] of the chain."""
-    scale = query.shape[-1] ** -0.5
-    scores = scale * _matrix("bkmd,bksd->bkms", query, target.keys[:, :, :last], (*query.shape[:-1], last))
-    far_enough = jnp.arange(first, last)[:, None] - jnp.arange(last)[None, :] >= step
-    seen = (segments[:, first:last, None] == segments[:, None, :last]) & far_enough  # [b, c, s]
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    scores = _matrix("bkmd,bksd->bkms", query, target.keys[:, :, :last], (*query.shape[:-1], last))
+    seen = causal(segments, first, last)[:, None, None]
+    scores = jnp.where(seen, query.shape[-1] ** -0.5 * scores, -jnp.inf)
+    return scores, _chain_scores(query, chain, step, first, last)
+
+
+def _chain_scores(query, chain, step, first, last):
     own = chain.keys[:, :, :, None, first:last].astype(jnp.float32)
-    chain_scores = scale * jnp.sum(query.astype(jnp.float32) * own, axis=-1)
+    scores = query.shape[-1] ** -0.5 * jnp.sum(query.astype(jnp.float32) * own, axis=-1)
     steps = jnp.arange(chain.keys.shape[0])[:, None, None, None, None]
-    return scores, jnp.where((steps >= 1) & (steps <= step), chain_scores, -jnp.inf)
+    return jnp.where((steps >= 1) & (steps <= step), scores, -jnp.inf)
 
 
 def _weights(scores, chain_scores, log_sum, dtype):

@@ -67,7 +67,6 @@ def mean(sums, supervised: jax.Array):
     return jax.tree.map(lambda part: part / count, sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def loss_sums(
     head_params: llama.Params,
     predicted: jax.Array,
@@ -75,52 +74,62 @@ def loss_sums(
     supervised: jax.Array,
     weights: LossWeights,
     groups: int = 1,
+    offsets: jax.Array | None = None,
 ) -> tuple[jax.Array, Losses]:
     """The weighted loss and its unweighted terms, summed over rows where `supervised` [b, t] is 1; float32.
 
     `predicted` [j, b, t, h] is compared with `target` [b, t, h], whose law is the frozen `llama.head` of
     `head_params`. Only the weighted loss can be differentiated, and only with respect to `predicted`; the terms are
-    figures to report. `groups`: into so many equal parts the batch is cut, each compacted for itself (one for each
-    set of devices that holds rows of its own, so that no row has to travel).
+    figures to report. `offsets` [b, t]: rows at an offset below a step count as 0 there, since no chain reaches them.
+    `groups`: into so many equal parts the batch is cut, each compacted for itself (one for each set of devices that
+    holds rows of its own, so that no row has to travel).
     """
-    return _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, with_gradient=False)[0]
+    reached = len(predicted) if offsets is None else jnp.minimum(offsets + 1, len(predicted))
+    steps = jnp.where(supervised > 0, reached, 0)
+    return _weighted_sums(head_params, predicted, target, steps, weights, groups)
 
 
-def _forward(head_params, predicted, target, supervised, weights, groups):
-    return _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, with_gradient=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _weighted_sums(head_params, predicted, target, steps, weights, groups):
+    """`loss_sums`, where `steps` [b, t] int32 says how many steps count of each row."""
+    return _sum_over_chunks(head_params, predicted, target, steps, weights, groups, with_gradient=False)[0]
+
+
+def _forward(head_params, predicted, target, steps, weights, groups):
+    return _sum_over_chunks(head_params, predicted, target, steps, weights, groups, with_gradient=True)
 
 
 def _backward(weights, groups, gradient, cotangents):
     return None, (cotangents[0] * gradient).astype(gradient.dtype), None, None
 
 
-loss_sums.defvjp(_forward, _backward)
+_weighted_sums.defvjp(_forward, _backward)
 
 
-def _sum_over_chunks(head_params, predicted, target, supervised, weights, groups, *, with_gradient):
+def _sum_over_chunks(head_params, predicted, target, counting, weights, groups, *, with_gradient):
     """(total, terms), and the gradient [j, b, t, h] of the total in the dtype of `predicted`, or an empty array."""
     steps, batch, rows, hidden = predicted.shape
     predicted_rows = predicted.reshape(steps, groups, batch // groups * rows, hidden)
     target = target.reshape(groups, -1, hidden)
-    supervised = supervised.reshape(groups, -1)
+    counting = counting.reshape(groups, -1)
     count = target.shape[1]
     size = min(ROW_CHUNK, count)
     # Supervised rows first. Of the other rows only those are touched that fill up the last chunk; those that the last
     # chunk is short of are row `count`, which is no row: reading it gives anything, writing it does nothing.
-    order = jnp.argsort(-supervised, axis=1, stable=True)
+    order = jnp.argsort(counting == 0, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -count % size)), constant_values=count)
-    chunks = -(-jnp.max(jnp.sum(supervised > 0, axis=1)) // size)
+    chunks = -(-jnp.max(jnp.sum(counting > 0, axis=1)) // size)
     group = jnp.arange(groups)[:, None]
 
     def add_chunk(index, sums):
         total, terms, gradient = sums
         chosen = jax.lax.dynamic_slice_in_dim(order, index * size, size, axis=1)  # [g, c]
-        counted = jnp.where(chosen < count, jnp.take_along_axis(supervised, chosen, axis=1, mode="clip"), 0)
+        chosen_steps = jnp.where(chosen < count, jnp.take_along_axis(counting, chosen, axis=1, mode="clip"), 0)
         chunk_total, chunk_terms, chunk_gradient = _chunk_sums(
             head_params,
             jnp.take_along_axis(predicted_rows, chosen[None, ..., None], axis=2, mode="clip"),
             jnp.take_along_axis(target, chosen[..., None], axis=1, mode="clip"),
-            counted.astype(jnp.float32),
+            jnp.arange(steps)[:, None, None] < chosen_steps,
             weights,
             with_gradient,
         )
@@ -134,8 +143,10 @@ def _sum_over_chunks(head_params, predicted, target, supervised, weights, groups
     return (total, terms), gradient.reshape(-1, batch, rows, hidden)
 
 
-def _chunk_sums(head_params, predicted, target, supervised, weights, with_gradient):
-    """Of predicted [j, g, c, h], target [g, c, h] and supervised [g, c]: total, terms, gradient [j, g, c, h]."""
+def _chunk_sums(head_params, predicted, target, counts, weights, with_gradient):
+    """Of predicted [j, g, c, h], target [g, c, h] and which of them count [j, g, c]: total, terms, and gradient
+    [j, g, c, h].
+    """
     # [rows, vocab] arrays are read several times, so they are stored in the computing dtype, and sums over them are
     # float32. That of the target's logits is there once for all steps.
     dtype = predicted.dtype
@@ -145,9 +156,8 @@ def _chunk_sums(head_params, predicted, target, supervised, weights, with_gradie
     law = jax.nn.softmax(target_logits)
     best_law = jnp.take_along_axis(law, best, axis=-1)
     law, mass = law.astype(dtype), best_law.sum(axis=-1)
-    highest = logits.max(axis=-1)
-    exponentials, expected = _sums(jnp.exp(logits - highest[..., None]), law.astype(jnp.float32) * logits)
-    log_norm = highest + jnp.log(exponentials)  # [j, g, c]
+    highest, exponentials, expected = _one_pass(logits, law.astype(jnp.float32) * logits)  # each [j, g, c]
+    log_norm = highest + jnp.log(exponentials)
     best_logits = jnp.take_along_axis(logits, best[None], axis=-1)  # [j, g, c, k]
     error = predicted.astype(jnp.float32) - target.astype(jnp.float32)
     distance = jnp.abs(error)
@@ -159,11 +169,11 @@ def _chunk_sums(head_params, predicted, target, supervised, weights, with_gradie
         agreement=best_logits[..., 0] >= highest,
     )
     by_step = jnp.asarray(weights.by_step(logits.shape[0]), jnp.float32)
-    terms = Losses(*(jnp.where(supervised > 0, part, 0.0).sum(axis=(1, 2)) for part in rows))
+    terms = Losses(*(jnp.where(counts, part, 0.0).sum(axis=(1, 2)) for part in rows))
     total = jnp.sum(by_step * weighted_total(terms, weights))
     if not with_gradient:
         return total, terms, None
-    scale = by_step[:, None, None] * supervised  # [j, g, c]
+    scale = by_step[:, None, None] * counts  # [j, g, c]
     place = (jnp.arange(best.shape[0])[:, None, None], jnp.arange(best.shape[1])[:, None], best)
     pull = (weights.token * law).at[place].add((weights.top_k * best_law).astype(dtype), unique_indices=True)
     push = scale * (weights.token + weights.top_k * mass)
@@ -171,17 +181,23 @@ def _chunk_sums(head_params, predicted, target, supervised, weights, with_gradie
     gradient = llama.head_gradient(head_params, slope.astype(dtype))
     gradient += (weights.feature / error.shape[-1]) * scale[..., None] * jnp.clip(error, -1, 1)
     # A row that does not count may hold anything, infinities too, and 0 times those is no 0.
-    gradient = jnp.where(supervised[..., None] > 0, gradient, 0.0)
+    gradient = jnp.where(counts[..., None], gradient, 0.0)
     return total, terms, gradient.astype(dtype)
 
 
-def _sums(*arrays: jax.Array) -> list[jax.Array]:
-    """Sums over the last axis, in one pass over what the arrays are made of."""
+def _one_pass(logits: jax.Array, products: jax.Array) -> list[jax.Array]:
+    """Over the last axis, reading the arrays once: the maximum of `logits`, the sum of exp(logits - maximum), and the
+    sum of `products`.
+    """
 
-    def add(left, right):
-        return [a + b for a, b in zip(left, right, strict=True)]
+    def join(left, right):
+        highest = jnp.maximum(left[0], right[0])
+        summed = left[1] * jnp.exp(left[0] - highest) + right[1] * jnp.exp(right[0] - highest)
+        return highest, summed, left[2] + right[2]
 
-    return jax.lax.reduce(arrays, (jnp.float32(0),) * len(arrays), add, [arrays[0].ndim - 1])
+    # The lowest finite number and not -inf, whose difference with itself is no number.
+    start = (jnp.finfo(jnp.float32).min, jnp.float32(0), jnp.float32(0))
+    return jax.lax.reduce((logits, jnp.ones_like(logits), products), start, join, [logits.ndim - 1])
 
 
 def weighted_total(losses: Losses, weights: LossWeights) -> jax.Array:

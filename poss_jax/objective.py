@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import llama
+from poss_jax.attention import causal
 from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.errors import InputError
 from poss_jax.losses import Losses, LossWeights, loss_sums
@@ -25,7 +26,7 @@ class Objective:
 
     `noise`: width of the uniform noise on the features that the unroll starts from (not on those it is compared with),
     for a conversation of 512 tokens; it shrinks with length (EAGLE, arXiv 2401.15077). `row_groups`: see `loss_sums`.
-    `kernel`: of the target's attention, see `attention`.
+    `kernel`: of attention, see `attention`.
     """
 
     target: TargetConfig
@@ -56,10 +57,8 @@ class Rows(NamedTuple):
 
 def target_features(config: TargetConfig, params: Params, rows: Rows, kernel: str = "plain") -> jax.Array:
     """Features [b, t, h] of packed conversations, in the dtype of the parameters. Those of padding mean nothing."""
-    same = rows.segments[:, :, None] == rows.segments[:, None, :]
-    causal = jnp.tril(jnp.ones(same.shape[1:], bool))
-    lengths = _lengths(rows.segments)
-    return llama.forward(params, config, rows.tokens, rows.offsets, lengths, same & causal, kernel=kernel)[0]
+    lengths, mask = _lengths(rows.segments), causal(rows.segments)
+    return llama.forward(params, config, rows.tokens, rows.offsets, lengths, mask, kernel=kernel)[0]
 
 
 def _lengths(segments: jax.Array) -> jax.Array:
@@ -92,7 +91,7 @@ def run_unroll(
     if noise_key is not None:
         features = features + _noise(objective.noise, noise_key, features, rows.segments)
     embedded = keep_rows_sharded(embedding[jnp.roll(rows.tokens, -1, axis=1)])
-    predicted = unroll(objective.draft, params, embedded, features, rows.offsets, rows.segments)
+    predicted = unroll(objective.draft, params, embedded, features, rows.offsets, rows.segments, objective.kernel)
     return Unrolled(keep_rows_sharded(predicted, axis=1), target)
 
 
@@ -110,5 +109,11 @@ def batch_sums(
     """
     unrolled = run_unroll(objective, params, frozen, rows, noise_key)
     return loss_sums(
-        frozen["target"], unrolled.predicted, unrolled.target, rows.supervised, objective.weights, objective.row_groups
+        frozen["target"],
+        unrolled.predicted,
+        unrolled.target,
+        rows.supervised,
+        objective.weights,
+        objective.row_groups,
+        rows.offsets,
     )

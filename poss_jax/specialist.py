@@ -59,6 +59,34 @@ class Specialist(nn.Module):
         return x + layers.mlp(normed, self.gate_up, self.down)
 
 
+class InputLayer(nn.Module):
+    """x from an embedded token and a feature: one matrix for both, the embedding's half first."""
+
+    hidden_size: int
+    use_bias: bool
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        hidden = self.hidden_size
+        kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), (None, "hidden"))
+        self.kernel = self.param("kernel", kernel, (2 * hidden, hidden), self.dtype)
+        bias = nn.with_logical_partitioning(nn.initializers.zeros, ("hidden",))
+        self.bias = self.param("bias", bias, (hidden,), self.dtype) if self.use_bias else jnp.zeros((), self.dtype)
+
+    def __call__(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
+        """Both [b, t, h] to x [b, t, h]."""
+        return jnp.concatenate([embedded, features], axis=-1) @ self.kernel + self.bias
+
+    def tokens(self, embedded: jax.Array) -> jax.Array:
+        """What embedded tokens contribute to x, float32."""
+        half = self.kernel[: self.hidden_size]
+        return jnp.einsum("bth,hi->bti", embedded, half, preferred_element_type=jnp.float32) + self.bias
+
+    def features(self, features: jax.Array) -> jax.Array:
+        """What features contribute to x."""
+        return features @ self.kernel[self.hidden_size :]
+
+
 class Drafter(nn.Module):
     """`fc` and one specialist per span. Parameters: `fc/kernel`, `fc/bias`, `specialist_N/...`.
 
@@ -70,17 +98,7 @@ class Drafter(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
-        hidden = self.config.block.hidden_size
-        kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), (None, "hidden"))
-        bias = nn.with_logical_partitioning(nn.initializers.zeros, ("hidden",))
-        self.fc = nn.Dense(
-            hidden,
-            use_bias=self.config.fc_bias,
-            dtype=self.dtype,
-            param_dtype=self.dtype,
-            kernel_init=kernel,
-            bias_init=bias,
-        )
+        self.fc = InputLayer(self.config.block.hidden_size, self.config.fc_bias, self.dtype)
         self.specialists = [
             Specialist(self.config.block, self.dtype, name=f"specialist_{index}")
             for index in range(len(self.config.spans))
@@ -88,7 +106,15 @@ class Drafter(nn.Module):
 
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """x [b, t, h] from embedded tokens and features, both [b, t, h]; the embedding comes first."""
-        return self.fc(jnp.concatenate([embedded, features], axis=-1))
+        return self.fc(embedded, features)
+
+    def token_inputs(self, embedded: jax.Array) -> jax.Array:
+        """The part of x that embedded tokens [b, t, h] give, float32, for callers that need it more than once."""
+        return self.fc.tokens(embedded)
+
+    def join_inputs(self, tokens: jax.Array, features: jax.Array) -> jax.Array:
+        """x [b, t, h] in the dtype of `features` from `token_inputs` and features, both [b, t, h]."""
+        return (tokens + self.fc.features(features)).astype(features.dtype)
 
     def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
         """`Specialist.project` of one specialist."""
@@ -127,6 +153,14 @@ class BoundDrafter(NamedTuple):
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.inputs`."""
         return self._apply(features.dtype, embedded, features, method="inputs")
+
+    def token_inputs(self, embedded: jax.Array) -> jax.Array:
+        """See `Drafter.token_inputs`."""
+        return self._apply(embedded.dtype, embedded, method="token_inputs")
+
+    def join_inputs(self, tokens: jax.Array, features: jax.Array) -> jax.Array:
+        """See `Drafter.join_inputs`."""
+        return self._apply(features.dtype, tokens, features, method="join_inputs")
 
     def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
         """See `Specialist.project`."""

@@ -1,13 +1,12 @@
-"""The recursive draft unroll of training: every row is drafted from, `sum(spans)` positions deep (HASS,
+"""The recursive draft unroll of training: from every row a chain is drafted, `sum(spans)` positions deep (HASS,
 arXiv 2408.15766, with the specialists of arXiv 2506.03566).
 
-Row i of step j asks with (embedding of token i + 1; q_j[i]), where q_0 are the target's features and q_{j+1}[i] is
-what step j predicted at row i - 1. It sees the target's rows 0 .. i - j and then, for m = 1 .. j, row i - j + m of step
-m: its own chain, as generation would have it in its cache. That last part is one key for each query row and step, a
-diagonal, so a step costs t * t + j * t scores and not j * t * t. Gradients stop between steps.
-
-Rows nearer than j to the beginning of their conversation have no such chain; what they predict means nothing.
-Extra shape letters here: j steps, m earlier steps.
+The chain that starts at row r asks in step j with (embedding of token r + j + 1; q_j[r]), where q_0 are the target's
+features and q_{j+1}[r] is what step j predicted for this chain. It sees the target's rows 0 .. r and its own rows of
+steps 1 .. j, as generation would have them in its cache. All chains run at once, each kept at the row where it starts,
+so the mask is causal in every step, nothing has to be shifted, and a step costs t * t + j * t scores and not j * t * t.
+Gradients stop between steps.
+Extra shape letters here: j steps.
 """
 
 import jax
@@ -27,61 +26,57 @@ def unroll(
     features: jax.Array,
     offsets: jax.Array,
     segments: jax.Array,
+    kernel: str = "plain",
 ) -> jax.Array:
     """Predicted features [j, b, t, h] of all steps; the one at row i of any step is to be feature i + 1.
 
     `embedded` [b, t, h]: embedding of token i + 1 at row i. `features` [b, t, h]: the target's feature i. `offsets`
     [b, t]: row number within its conversation, the rotary position. `segments` [b, t]: a number for each conversation
-    of a packed row, 0 for padding; rows see their own conversation only.
+    of a packed row, 0 for padding; rows see their own conversation only. `kernel`: see `attention`.
+
+    Row i of step j is of the chain that started at row i - j. Rows at an offset below j have no such chain; what stands
+    there means nothing.
     """
-    drafter = BoundDrafter(config, params)
-    x_target = drafter.inputs(embedded, features)
+    drafter, steps = BoundDrafter(config, params), sum(config.spans)
+    tokens = drafter.token_inputs(embedded)
+    x_target = drafter.join_inputs(tokens, features)
+    # Row r of step j takes what row r + j has; beyond the end of a row there is no token, and no chain that counts.
+    tokens = jnp.pad(tokens, ((0, 0), (0, steps - 1), (0, 0)))
     query_features, inputs, predictions = features, [], []
     kept = jax.checkpoint_policies.save_only_these_names("projected", *KEPT)
     for specialist, (start, span) in enumerate(zip(config.starts, config.spans, strict=True)):
         target_rows = drafter.project(specialist, x_target, offsets)[1]
-        chain = _project_chain(drafter, specialist, inputs, offsets, sum(config.spans), target_rows)
+        chain = _project_chain(drafter, specialist, inputs, offsets, steps, target_rows)
 
         def step(carry, index, specialist=specialist, target_rows=target_rows):
             query_features, chain = carry
-            x = drafter.inputs(embedded, query_features)
+            x = drafter.join_inputs(
+                jax.lax.dynamic_slice_in_dim(tokens, index, offsets.shape[1], axis=1), query_features
+            )
             # Kept and not recomputed: attention's gradient needs just the numbers that its forward pass had, and a
             # matrix product of the backward pass may round otherwise.
-            query, rows = checkpoint_name(drafter.project(specialist, x, offsets), "projected")
-            chain = KeyValues(*(_shift(old, 3).at[index].set(new) for old, new in zip(chain, rows, strict=True)))
-            attended = chain_attention(query, target_rows, chain, segments, index)
+            query, rows = checkpoint_name(drafter.project(specialist, x, offsets + index), "projected")
+            chain = KeyValues(*(old.at[index].set(new) for old, new in zip(chain, rows, strict=True)))
+            attended = chain_attention(query, target_rows, chain, segments, index, kernel)
             predicted = drafter.finish(specialist, x, attended)
-            following = jnp.where(offsets[..., None] == 0, features, _shift(predicted, 1))
-            return (jax.lax.stop_gradient(following), chain), (predicted, x)
+            return (jax.lax.stop_gradient(predicted), chain), (predicted, x)
 
-        steps = jnp.arange(start, start + span)
         (query_features, _), (predicted, x) = jax.lax.scan(
-            jax.checkpoint(step, prevent_cse=False, policy=kept), (query_features, chain), steps
+            jax.checkpoint(step, prevent_cse=False, policy=kept),
+            (query_features, chain),
+            jnp.arange(start, start + span),
         )
-        predictions.append(predicted)
+        predictions += list(predicted)
         inputs += list(x)
-    return jnp.concatenate(predictions)
+    return jnp.stack([jnp.roll(predicted, step, axis=1) for step, predicted in enumerate(predictions)])
 
 
 def _project_chain(
     drafter: BoundDrafter, specialist: int, inputs: list, offsets: jax.Array, steps: int, like: KeyValues
 ) -> KeyValues:
-    """Keys and values [j, b, k, t, d] of earlier steps through a specialist whose span begins, each shifted down by one
-    row for every step that has passed since; slots of steps to come are zero.
+    """Keys and values [j, b, k, t, d] of earlier steps through a specialist whose span begins; slots of steps to come
+    are zero.
     """
-    empty = KeyValues(*(jnp.zeros((steps, *part.shape), part.dtype) for part in like))
-    if not inputs:
-        return empty
-    keys, values = [], []
-    for age, x in enumerate(reversed(inputs)):
-        rows = drafter.project(specialist, x, offsets)[1]
-        keys.insert(0, jnp.roll(rows.keys, age, axis=2))
-        values.insert(0, jnp.roll(rows.values, age, axis=2))
-    return KeyValues(
-        empty.keys.at[: len(inputs)].set(jnp.stack(keys)), empty.values.at[: len(inputs)].set(jnp.stack(values))
-    )
-
-
-def _shift(array: jax.Array, axis: int) -> jax.Array:
-    """Row i gets what row i - 1 had. The first row gets the last one's, which only meaningless rows ever see."""
-    return jnp.roll(array, 1, axis=axis)
+    earlier = [drafter.project(specialist, x, offsets + step)[1] for step, x in enumerate(inputs)]
+    to_come = [jax.tree.map(jnp.zeros_like, like)] * (steps - len(earlier))
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *earlier, *to_come)
