@@ -147,19 +147,18 @@ def _chunk_sums(head_params, predicted, target, counts, weights, with_gradient):
     """Of predicted [j, g, c, h], target [g, c, h] and which of them count [j, g, c]: total, terms, and gradient
     [j, g, c, h].
     """
+    # All steps of a row lie together from here on, so that the row of the target's law that they share is read once.
+    predicted, counts = jnp.moveaxis(predicted, 0, 2), jnp.moveaxis(counts, 0, 2)  # [g, c, j, h], [g, c, j]
     # [rows, vocab] arrays are read several times, so they are stored in the computing dtype, and sums over them are
     # float32. That of the target's logits is there once for all steps.
-    dtype = predicted.dtype
-    logits = llama.head(head_params, predicted, dtype).astype(jnp.float32)  # [j, g, c, v]
-    target_logits = llama.head(head_params, target)  # [g, c, v]
-    best = top_k(target_logits, min(weights.likeliest, target_logits.shape[-1]))[1]  # [g, c, k]
-    law = jax.nn.softmax(target_logits)
-    best_law = jnp.take_along_axis(law, best, axis=-1)
-    law, mass = law.astype(dtype), best_law.sum(axis=-1)
-    highest, exponentials, expected = _one_pass(logits, law.astype(jnp.float32) * logits)  # each [j, g, c]
+    logits = llama.head(head_params, predicted, predicted.dtype).astype(jnp.float32)  # [g, c, j, v]
+    law = _target_law(llama.head(head_params, target), weights.likeliest, predicted.dtype)
+    expected = law.whole.astype(jnp.float32)[:, :, None] * logits
+    highest, exponentials, expected = _one_pass(logits, expected)  # each [g, c, j]
     log_norm = highest + jnp.log(exponentials)
-    best_logits = jnp.take_along_axis(logits, best[None], axis=-1)  # [j, g, c, k]
-    error = predicted.astype(jnp.float32) - target.astype(jnp.float32)
+    best_logits = jnp.take_along_axis(logits, law.best[:, :, None], axis=-1)  # [g, c, j, k]
+    best_law, mass = law.of_best[:, :, None], law.of_best.sum(axis=-1)[..., None]
+    error = predicted.astype(jnp.float32) - target.astype(jnp.float32)[:, :, None]
     distance = jnp.abs(error)
     rows = Losses(
         smooth_l1=jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(axis=-1),
@@ -168,36 +167,59 @@ def _chunk_sums(head_params, predicted, target, counts, weights, with_gradient):
         top_k_cross_entropy=mass * log_norm - jnp.sum(best_law * best_logits, axis=-1),
         agreement=best_logits[..., 0] >= highest,
     )
-    by_step = jnp.asarray(weights.by_step(logits.shape[0]), jnp.float32)
-    terms = Losses(*(jnp.where(counts, part, 0.0).sum(axis=(1, 2)) for part in rows))
+    by_step = jnp.asarray(weights.by_step(predicted.shape[2]), jnp.float32)
+    terms = Losses(*(jnp.where(counts, part, 0.0).sum(axis=(0, 1)) for part in rows))
     total = jnp.sum(by_step * weighted_total(terms, weights))
     if not with_gradient:
         return total, terms, None
-    scale = by_step[:, None, None] * counts  # [j, g, c]
-    place = (jnp.arange(best.shape[0])[:, None, None], jnp.arange(best.shape[1])[:, None], best)
-    pull = (weights.token * law).at[place].add((weights.top_k * best_law).astype(dtype), unique_indices=True)
+    scale = by_step * counts
+    pull = _add_at(weights.token * law.whole, law.best, weights.top_k * law.of_best)[:, :, None]
     push = scale * (weights.token + weights.top_k * mass)
     slope = push[..., None] * jnp.exp(logits - log_norm[..., None]) - scale[..., None] * pull
-    gradient = llama.head_gradient(head_params, slope.astype(dtype))
+    gradient = llama.head_gradient(head_params, slope.astype(predicted.dtype))
     gradient += (weights.feature / error.shape[-1]) * scale[..., None] * jnp.clip(error, -1, 1)
     # A row that does not count may hold anything, infinities too, and 0 times those is no 0.
     gradient = jnp.where(counts[..., None], gradient, 0.0)
-    return total, terms, gradient.astype(dtype)
+    return total, terms, jnp.moveaxis(gradient.astype(predicted.dtype), 2, 0)
 
 
-def _one_pass(logits: jax.Array, products: jax.Array) -> list[jax.Array]:
+class _Law(NamedTuple):
+    """The target's law of a chunk. whole [g, c, v] in the computing dtype; of its likeliest tokens `best` [g, c, k],
+    likeliest first, also in float32: of_best [g, c, k].
+    """
+
+    whole: jax.Array
+    best: jax.Array
+    of_best: jax.Array
+
+
+def _target_law(logits: jax.Array, likeliest: int, dtype: jnp.dtype) -> _Law:
+    best_logits, best = top_k(logits, min(likeliest, logits.shape[-1]))
+    highest, exponentials = _one_pass(logits)
+    log_norm = (highest + jnp.log(exponentials))[..., None]
+    return _Law(jnp.exp(logits - log_norm).astype(dtype), best, jnp.exp(best_logits - log_norm))
+
+
+def _add_at(array: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    """`array` [g, c, v] with `values` [g, c, k] added at `indices` [g, c, k], none of which occurs twice."""
+    groups, rows, _ = indices.shape
+    place = (jnp.arange(groups)[:, None, None], jnp.arange(rows)[:, None], indices)
+    return array.at[place].add(values.astype(array.dtype), unique_indices=True)
+
+
+def _one_pass(logits: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
     """Over the last axis, reading the arrays once: the maximum of `logits`, the sum of exp(logits - maximum), and the
-    sum of `products`.
+    sums of `others`.
     """
 
     def join(left, right):
         highest = jnp.maximum(left[0], right[0])
         summed = left[1] * jnp.exp(left[0] - highest) + right[1] * jnp.exp(right[0] - highest)
-        return highest, summed, left[2] + right[2]
+        return highest, summed, *(a + b for a, b in zip(left[2:], right[2:], strict=True))
 
     # The lowest finite number and not -inf, whose difference with itself is no number.
-    start = (jnp.finfo(jnp.float32).min, jnp.float32(0), jnp.float32(0))
-    return jax.lax.reduce((logits, jnp.ones_like(logits), products), start, join, [logits.ndim - 1])
+    start = (jnp.finfo(jnp.float32).min, *[jnp.float32(0)] * (1 + len(others)))
+    return jax.lax.reduce((logits, jnp.ones_like(logits), *others), start, join, [logits.ndim - 1])
 
 
 def weighted_total(losses: Losses, weights: LossWeights) -> jax.Array:
