@@ -23,7 +23,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from convert.layout import join_attention_output, unfuse_gate_up, unfuse_query_key_value
 from poss_jax.config import BlockConfig, DraftConfig
@@ -111,7 +111,7 @@ def save_draft(
     _write_files(
         Path(directory).expanduser(),
         {
-            "model.safetensors": lambda path: save_file(tensors, path, {"format": "pt"}),
+            "model.safetensors": lambda path: path.write_bytes(save(tensors, {"format": "pt"})),
             "config.json": lambda path: path.write_text(text, encoding="utf-8"),
         },
     )

@@ -146,6 +146,8 @@ def _file(path: Path) -> Iterator[Any]:
 def _directory(path: Path) -> Iterator[Any]:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         raise InputError(f"{path}: a data set saved to disk; write it out with to_parquet and give that file")
+    if (path / "manifest.json").exists():
+        raise InputError(f"{path}: a prepared data set holds tokens and no conversations; give the data it was made of")
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise InputError(f"{path}: holds no .json, .jsonl or .parquet files")

@@ -1,5 +1,6 @@
 """Figures on held-out conversations: losses, acceptance by draft position, similarity of features."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -19,7 +20,7 @@ class Evaluation:
     """Evaluates drafters on the same held-out batches again and again."""
 
     def __init__(self, trainer: Trainer, batches: Batches):
-        self._trainer, self._batches = trainer, batches
+        self._trainer, self._batches, self._first = trainer, batches, _first_met(batches)
         whole = NamedSharding(trainer.mesh, PartitionSpec())
         self._sums = jax.jit(self._batch_sums, out_shardings=whole)
 
@@ -46,7 +47,23 @@ class Evaluation:
         }
 
     def _rows(self, index: int) -> Rows:
-        return self._trainer.put_rows(stack([self._batches.batch(0, index)]))
+        batch = self._batches.batch(0, index)
+        supervised = batch.supervised * self._first[index][:, None]
+        return self._trainer.put_rows(stack([dataclasses.replace(batch, supervised=supervised)]))
+
+
+def _first_met(batches: Batches) -> list[np.ndarray]:
+    """For each batch, 1 for each row whose examples come for the first time: the last batch may be filled up with rows
+    of others, which would count twice.
+    """
+    met, found = set(), []
+    for index in range(batches.count(0)):
+        rows = batches.members(0, index)
+        found.append(np.zeros(len(rows), np.int32))
+        for row, numbers in enumerate(rows):
+            found[-1][row] = not met.issuperset(numbers)
+            met.update(numbers)
+    return found
 
 
 def _add(parts: Sequence):

@@ -55,7 +55,7 @@ class Running:
 class Loop:
     """One run, or what is left of it. meta: what checkpoints hold besides the state and what the loop adds.
 
-    on_best: called with the parameters whenever an evaluation is better than all before. best: the highest figure of
+    on_best: called with the parameters whenever no evaluation before was better. best: the highest figure of
     earlier processes of this run.
     """
 
@@ -83,6 +83,7 @@ class Loop:
         asked = StopRequest()
         with asked, self._bar() as self._progress, jax.set_mesh(self.trainer.mesh):
             while not self.schedule.done(self._step) and not asked.at(self._step):
+                self.schedule.tick()
                 fed, rate = next(self.feed), self.schedule.rate(self._step + 1)
                 state, metrics = update(state, self.frozen, fed.rows, np.float32(rate))
                 self._step += 1
@@ -92,6 +93,8 @@ class Loop:
                 self._save_if_due(state, fed)
             self._report_all()
             stopped = not self.schedule.done(self._step)
+            if self._step == 0 and not stopped:
+                raise InputError("the time was over before the first update; --minutes must leave some for training")
             if self._step > self._first or self.checkpoints.latest is None:
                 position = fed.position if self._step > self._first else self.meta["position"]
                 self._save(state, position, None if stopped else self._evaluate(state))
@@ -117,12 +120,13 @@ class Loop:
         def due(every: int | None) -> bool:
             return every is not None and self._step % every == 0 and not self.schedule.done(self._step)
 
-        evaluated = due(self.pace.evaluate_every)
+        evaluated = self.evaluation is not None and due(self.pace.evaluate_every)
         if evaluated or due(self.pace.save_every):
             self._report_all()  # which finds what is not finite before it is saved
             self._save(state, fed.position, self._evaluate(state) if evaluated else None)
 
     def _save(self, state: TrainState, position: dict, figure: float | None) -> None:
+        self.schedule.tick()  # evaluations take time
         whole, training = self.schedule.used
         added = {"position": position, "seconds": [whole, training], "best": self.best}
         self.checkpoints.save(self._step, state, self.meta | added, figure=figure)
@@ -140,7 +144,7 @@ class Loop:
                 f"acceptance by position {shown}",
                 file=sys.stderr,
             )
-        if self.best is None or figure > self.best:
+        if self.best is None or figure >= self.best:  # of equals the newest, as `Checkpoints` has it
             self.best = figure
             self.on_best(state.params, self._step)
         self._reported = time.monotonic()  # the next update's speed is without this

@@ -30,6 +30,7 @@ from poss_jax.losses import LossWeights
 from poss_jax.objective import Objective, Params
 from poss_jax.specialist import draft_specs
 from train.checkpoint import Checkpoints
+from train.conversations import DataSource
 from train.data import add_data_flags, dataset_from
 from train.evaluate import Evaluation
 from train.examples import Dataset
@@ -143,6 +144,7 @@ def check_flags(options: argparse.Namespace) -> None:
         raise InputError(f"--held-out {options.held_out}: must not be negative")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"--seed {options.seed}: must be from 0 to {2**32 - 1}")
+    run_length(options)
     out = Path(options.out).expanduser()
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {options.out}: is no directory")
@@ -174,14 +176,22 @@ def check_settings(options: argparse.Namespace, out: Path) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"cannot resume {out}: it began with {flag} {before[name]}, this is {flag} {value}")
     elif jax.process_index() == 0:
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        part = out / f"{path.name}.part"  # the other processes, or those after a kill, see it whole or not at all
+        part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
 
 
 def split(dataset: Dataset, options: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
     """What to train on and what to evaluate on."""
     share = min(MOST_HELD_OUT, round(HELD_OUT_SHARE * len(dataset.examples)))
     count = share if options.held_out is None else options.held_out
-    return dataset.split(count, options.seed) if count else (dataset, None)
+    if not count:
+        return dataset, None
+    if count >= len(dataset.examples):
+        raise InputError(f"--held-out {count}: there are {len(dataset.examples)} examples in all; hold out fewer")
+    training, held_out = dataset.split(count, options.seed)
+    # Weights are shares of what is trained on; of what is held out every example counts.
+    return training, dataclasses.replace(held_out, sources=tuple(DataSource(s.name) for s in held_out.sources))
 
 
 def choose_attention(name: str, dtype: str) -> str:
@@ -214,6 +224,8 @@ def prepare(options: argparse.Namespace) -> Run:
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(OptimizerConfig)}
     )
     mesh = sharding.training_mesh(options.mesh or f"data={jax.device_count()}")
+    if jax.process_count() > 1 and mesh.size < jax.device_count():
+        raise InputError(f"--mesh {options.mesh}: has {mesh.size} devices; all {jax.device_count()} must be in it")
     if options.batch_size % (groups := sharding.row_groups(mesh)):
         raise InputError(
             f"--batch-size {options.batch_size}: must be a multiple of {groups}, the mesh's data axis times fsdp axis"

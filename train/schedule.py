@@ -3,6 +3,10 @@
 import dataclasses
 import time
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from poss_jax.errors import InputError
 from train.packing import Batches
 from train.step import OptimizerConfig
@@ -43,20 +47,27 @@ class Schedule:
         process_started: float,
         used: tuple[float, float] = (0.0, 0.0),
     ):
-        self.updates, self._optimizer, self._used = updates, optimizer, used
+        self.updates, self._optimizer, self._before = updates, optimizer, used
         self._process_started, self._training_started = process_started, time.monotonic()
         self._seconds = None if length.minutes is None else 60 * length.minutes
+        self.used = used
+        self.tick()
+
+    def tick(self) -> None:
+        """Looks at the clock: `used` seconds so far, of the whole run and of training alone.
+
+        Where time decides, several processes take the first one's, so that all end at the same update.
+        """
+        now = time.monotonic()
+        used = (self._before[0] + now - self._process_started, self._before[1] + now - self._training_started)
+        if self._seconds is not None and jax.process_count() > 1:
+            used = tuple(multihost_utils.broadcast_one_to_all(np.array(used, np.float32)).tolist())
+        self.used = used
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the end of a run that time ends; else None."""
+        """Until the end of a run that time ends, at the last `tick`; else None."""
         return None if self._seconds is None else self._seconds - self.used[0]
-
-    @property
-    def used(self) -> tuple[float, float]:
-        """Seconds so far: of the whole run with loading and compiling, and of training alone."""
-        now = time.monotonic()
-        return self._used[0] + now - self._process_started, self._used[1] + now - self._training_started
 
     def rate(self, step: int) -> float:
         """Learning rate of update `step`, from 1 on."""
