@@ -10,7 +10,7 @@ demo: $(VENV)/.demo-model
 	$(BIN)/python -m infer.demo
 
 test: $(VENV)/.test-extras $(VENV)/.demo-model lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.test-extras
 	$(BIN)/ruff check .

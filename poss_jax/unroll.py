@@ -61,11 +61,10 @@ def unroll(
             predicted = drafter.finish(specialist, x, attended)
             return (jax.lax.stop_gradient(predicted), chain), (predicted, x)
 
-        (query_features, _), (predicted, x) = jax.lax.scan(
-            jax.checkpoint(step, prevent_cse=False, policy=kept),
-            (query_features, chain),
-            jnp.arange(start, start + span),
-        )
+        # The compiler unrolls a loop of one step, and would merge what is to be recomputed with what was computed.
+        step = jax.checkpoint(step, prevent_cse=span == 1, policy=kept)
+        indices = jnp.arange(start, start + span)
+        (query_features, _), (predicted, x) = jax.lax.scan(step, (query_features, chain), indices)
         predictions += list(predicted)
         inputs += list(x)
     return jnp.stack([jnp.roll(predicted, step, axis=1) for step, predicted in enumerate(predictions)])

@@ -1,5 +1,8 @@
 """What train.run reports: losses under its flags and figures on held-out conversations, against plain numpy."""
 
+import itertools
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +11,12 @@ from safetensors.numpy import load_file
 
 from convert.checkpoint import Source
 from convert.from_hf import load_target
+from convert.tokenizer import load_tokenizer
 from infer import Generator
 from poss_jax import llama
 from poss_jax.objective import Rows, run_unroll
 from tests.overfit import overfit, replace_tensors
-from tests.training import arguments, lines, quick_programs, train, write_inputs
+from tests.training import arguments, lines, shared_programs, train, write_inputs
 from train import run
 from train.conversations import DataSource, Summary
 from train.examples import Dataset, Example
@@ -32,7 +36,7 @@ def root(tmp_path_factory):
     does.
     """
     root = tmp_path_factory.mktemp("figures")
-    with quick_programs(root / "programs"):
+    with shared_programs(root / "programs"):
         write_inputs(root)
         said = greedy(root / "target", 48)
         write_tokens(root / "known", [said[:length] for length in (48, 47, 46, 30, 29, 12)])
@@ -194,3 +198,17 @@ def test_a_drafter_that_always_agrees(root, tmp_path):
     (answer,) = generator.generate([PROMPT], max_new_tokens=20, levels=3, total_nodes=4, draft_top_k=1, ignore_eos=True)
     assert answer.token_ids == greedy(root / "target", 48)[4:24]
     assert answer.tokens_per_round > 3
+
+
+def test_weights_of_sources_are_for_training(root, tmp_path):
+    """What is held out need not hold examples of every source."""
+    (tmp_path / "few.json").write_text(json.dumps([{"text": "w1 w2 w3"}, {"text": "w3 w2 w1"}]))
+    data = ("--data", f"{root / 'data.json'}:3", f"{tmp_path / 'few.json'}:1", "--held-out", "4", "--steps", "2")
+    prepared = run.prepare(run.build_parser().parse_args(arguments(root, tmp_path / "out", *data)))
+    assert [source.weight for source in prepared.batches.dataset.sources] == [3, 1]
+    training, held_out = run.split(
+        run.dataset_from(prepared.options, load_tokenizer(root / "target")), prepared.options
+    )
+    assert len(training.examples) == 98
+    (batch,) = [Batches(held_out, 4).members(0, index) for index in range(Batches(held_out, 4).count(0))]
+    assert sorted(itertools.chain(*batch)) == [0, 1, 2, 3]

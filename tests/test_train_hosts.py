@@ -7,8 +7,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from tests.training import (
     assert_close,
@@ -16,23 +18,26 @@ from tests.training import (
     exported,
     lines,
     losses,
-    quick_programs,
     saved,
+    shared_programs,
     start,
     steps_in,
     train,
     write_inputs,
 )
+from train.loop import StopRequest
+from train.schedule import RunLength, Schedule
+from train.step import OptimizerConfig
 
 PATIENCE = 240  # seconds
 KILLED = ("--steps", "12", "--learning-rate", "0.01", "--save-every", "1", "--held-out", "8", "--evaluate-every", "4")
-SHARDED = ("--batch-size", "8", "--mesh", "data=2,fsdp=2,tensor=2", "--learning-rate", "0.001", "--held-out", "8")
+SHARDED = ("--batch-size", "8", "--mesh", "data=2,fsdp=2,tensor=2", "--spans", "1", "--held-out", "8")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("hosts")
-    with quick_programs(root / "programs"):
+    with shared_programs(root / "programs"):
         yield write_inputs(root)
 
 
@@ -113,42 +118,61 @@ def end(processes: list[subprocess.Popen]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_two_hosts_are_one_with_twice_the_devices(root, tmp_path):
-    """Trained on for a while, resumed, and resumed on one host."""
-    for steps, *resume in ((3,), (5, "--resume")):
-        assert train(root, tmp_path / "one", *SHARDED, "--steps", steps, *resume) == 0
-        said = end(start_two(root, tmp_path / "two", *SHARDED, "--steps", steps, *resume))
-        assert "drafter with spans 1,1" in said[0][0]
-        assert "held-out loss" in said[0][1]
-        assert "drafter with spans" not in said[1][0]  # gloo has its say there
-        assert [line["step"] for line in lines(tmp_path / "two")] == list(range(1, steps + 1))
-        np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-        evaluations = [lines(tmp_path / out, "evaluations.jsonl") for out in ("one", "two")]
-        for one, two in zip(*evaluations, strict=True):
-            assert_close(one, two, rtol=1e-4)
-        for name in ("drafter", "best"):
-            assert_close(exported(tmp_path / "two", name), exported(tmp_path / "one", name), rtol=1e-4, atol=1e-6)
-        assert_close(saved(tmp_path / "two")[0], saved(tmp_path / "one")[0], rtol=1e-4, atol=1e-6)
-    assert steps_in(tmp_path / "two") == [3, 5]
-    for out in ("one", "two"):
-        assert train(root, tmp_path / out, *SHARDED, "--steps", "6", "--resume") == 0
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_sigterm_and_the_clock_end_both_hosts_at_one_update(root, tmp_path):
-    flags, out = (*SHARDED, "--save-every", "100000", "--evaluate-every", "100000"), tmp_path / "signal"
-    began = time.monotonic()
-    processes = start_two(root, out, *flags, "--steps", "100000")
-    wait_for(processes[0], lambda: logged(out) >= 3)
-    starting = time.monotonic() - began
+def test_two_hosts_are_one_with_twice_the_devices(root, tmp_path, monkeypatch):
+    """Stopped by a SIGTERM to one of them, resumed, and resumed on one host; each time against one that was alone."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    processes = start_two(root, two, *SHARDED, "--steps", "1000")
+    wait_for(processes[0], lambda: logged(two) >= 3)
     processes[1].send_signal(signal.SIGTERM)
     said = end(processes)
     assert "stopped by SIGTERM" in said[0][1]
-    assert steps_in(out) == [logged(out)]
+    assert "drafter with spans 1, for" in said[0][0]
+    assert "drafter with spans" not in said[1][0]  # gloo has its say there
+    stopped = logged(two)
+    assert 3 <= stopped < 1000
+    assert steps_in(two) == [stopped]
+    monkeypatch.setattr(StopRequest, "at", lambda _, step: step == stopped)
+    assert train(root, one, *SHARDED, "--steps", "1000") == 0
+    monkeypatch.undo()
+    assert_alike(one, two)
 
-    out = tmp_path / "clock"
-    end(start_two(root, out, *flags, "--minutes", (starting + 5) / 60))
-    assert steps_in(out) == [logged(out)]
-    rates = [line["learning_rate"] for line in lines(out)]
-    assert rates[-1] < max(rates) / 2
+    more = ("--steps", stopped + 3, "--resume")
+    assert train(root, one, *SHARDED, *more) == 0
+    said = end(start_two(root, two, *SHARDED, *more))
+    assert "held-out loss" in said[0][1]
+    assert [line["step"] for line in lines(two)] == list(range(1, stopped + 4))
+    assert_alike(one, two)
+    assert_close(exported(two, "best"), exported(one, "best"), rtol=1e-4, atol=1e-6)
+    for (name, figure), other in zip(*(lines(out, "evaluations.jsonl")[0].items() for out in (one, two)), strict=True):
+        np.testing.assert_allclose(other[1], figure, rtol=1e-4, err_msg=name)
+
+    for out in (one, two):
+        assert train(root, out, *SHARDED, "--steps", stopped + 4, "--resume") == 0
+    assert_alike(one, two)
+
+
+def assert_alike(one: Path, two: Path) -> None:
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
+    assert [line["learning_rate"] for line in lines(two)] == [line["learning_rate"] for line in lines(one)]
+    assert_close(saved(two)[0], saved(one)[0], rtol=1e-4, atol=1e-6)
+    assert_close(exported(two), exported(one), rtol=1e-4, atol=1e-6)
+
+
+def test_hosts_go_by_the_clock_of_the_first(monkeypatch):
+    """Else they would take different numbers of updates, and wait for each other."""
+    asked = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, "broadcast_one_to_all", lambda used: asked.append(used) or np.array([90.0, 60.0])
+    )
+    schedule = Schedule(RunLength(minutes=2), None, OptimizerConfig(1.0, warmup=0.1), time.monotonic())
+    assert schedule.used == (90, 60)
+    assert schedule.seconds_left == 30
+    np.testing.assert_allclose(schedule.rate(1), (90 - 60) / (90 - 9), rtol=1e-2)
+    assert len(asked) == 1
+    schedule.tick()
+    assert not schedule.done(10**6)
+    assert len(asked) == 2
+    counted = Schedule(RunLength(steps=3), 3, OptimizerConfig(), time.monotonic())
+    assert counted.done(3)
+    assert len(asked) == 2

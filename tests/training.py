@@ -34,12 +34,9 @@ def write_inputs(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def quick_programs(directory: Path):
-    """Programs are compiled with little optimisation, and once for all runs, those in other processes included. Here
-    runs are compared with each other.
-    """
+def shared_programs(directory: Path):
+    """Programs are compiled once for all runs, those in other processes included."""
     wanted = {
-        "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -69,9 +66,8 @@ def train(root: Path, out: Path, *more) -> int:
 def start(root: Path, out: Path, *more, devices: int = 8) -> subprocess.Popen:
     """Runs the command in a process of its own, which finds the programs that were compiled here."""
     wanted = {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",  # the last counts
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

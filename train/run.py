@@ -144,6 +144,8 @@ def check_flags(options: argparse.Namespace) -> None:
         raise InputError(f"--held-out {options.held_out}: must not be negative")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"--seed {options.seed}: must be from 0 to {2**32 - 1}")
+    if not 0 <= options.noise < float("inf"):
+        raise InputError(f"--noise {options.noise}: must be at least 0")
     run_length(options)
     out = Path(options.out).expanduser()
     if out.exists() and not out.is_dir():
@@ -220,6 +222,8 @@ def prepare(options: argparse.Namespace) -> Run:
     check_flags(options)
     spans, weights, dtype = parse_spans(options.spans), loss_weights(options), options.dtype
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    weights.by_step(sum(spans))  # what can be refused is refused before anything is loaded
+    kernel = choose_attention(options.attention, dtype)
     optimizer = OptimizerConfig(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(OptimizerConfig)}
     )
@@ -239,9 +243,7 @@ def prepare(options: argparse.Namespace) -> Run:
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
     _check_tokens(dataset, config.vocab_size)
     drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed)
-    objective = Objective(
-        config, drafter.config, weights, options.noise, groups, choose_attention(options.attention, dtype)
-    )
+    objective = Objective(config, drafter.config, weights, options.noise, groups, kernel)
     trainer = Trainer(objective, optimizer, mesh, draft_specs(drafter.config), options.seed)
     frozen = {"target": params} | ({} if drafter.embed is None else {"embed": drafter.embed})
     batches = Batches(training, options.batch_size, packing=options.packing, seed=options.seed)
