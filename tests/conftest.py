@@ -3,12 +3,13 @@
 import gc
 import os
 
-# Nearly all of the tests' time is compilation of programs that run once, and without these two it takes thrice as long;
-# they leave alone what XLA does to a program and only make the machine code of it worse.
+# Nearly all of the tests' time is compilation of programs that run once. Without these two it takes thrice as long;
+# they leave alone what XLA does to a program and only make its machine code worse. `make test` sets OPTIMISED_TESTS for
+# the few files whose programs run long.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_COMPILATION]
-)
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+flags += [] if os.environ.get("OPTIMISED_TESTS") else [QUICK_COMPILATION]
+os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis  # noqa: E402

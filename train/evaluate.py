@@ -21,8 +21,14 @@ class Evaluation:
 
     def __init__(self, trainer: Trainer, batches: Batches):
         self._trainer, self._batches, self._first = trainer, batches, _first_met(batches)
-        whole = NamedSharding(trainer.mesh, PartitionSpec())
-        self._sums = jax.jit(self._batch_sums, out_shardings=whole)
+        self._compiled = None
+
+    def compile(self, params: Params, frozen: Params) -> None:
+        """Compiles for parameters like these; otherwise the first call does."""
+        whole = NamedSharding(self._trainer.mesh, PartitionSpec())
+        with jax.set_mesh(self._trainer.mesh):
+            sums = jax.jit(self._batch_sums, out_shardings=whole)
+            self._compiled = sums.lower(params, frozen, self._rows(0)).compile()
 
     def _batch_sums(self, params: Params, frozen: Params, rows: Rows):
         rows = jax.tree.map(lambda array: array[0], rows)
@@ -33,8 +39,9 @@ class Evaluation:
         """`loss`, the terms, `agreement`, `acceptance` (each position given that all before it were accepted), `cosine`
         by draft position, and `tokens_per_round` of a chain.
         """
-        with jax.set_mesh(self._trainer.mesh):
-            totals = _add([self._sums(params, frozen, self._rows(index)) for index in range(self._batches.count(0))])
+        if self._compiled is None:
+            self.compile(params, frozen)
+        totals = _add([self._compiled(params, frozen, self._rows(index)) for index in range(self._batches.count(0))])
         terms, supervised, accepted = totals
         terms = mean(terms, supervised)
         by_step = np.array(self._trainer.objective.weights.by_step(len(terms.smooth_l1)))

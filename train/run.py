@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -273,15 +274,16 @@ def export(run: Run, params: Params, name: str, notes: dict[str, Any]) -> None:
         save_draft(run.out / name, run.drafter.config, jax.device_get(gathered), notes=notes)
 
 
-def compile_update(run: Run, state: TrainState):
-    """The update for this run's shapes."""
+def compile_programs(run: Run, state: TrainState):
+    """The update for this run's shapes, and beside it the evaluation: compilers use one core for the most part."""
     shape = [run.batches.batch(0, 0)] * run.options.accumulate
-    with jax.set_mesh(run.trainer.mesh):
-        return (
-            run.trainer.jit_update()
-            .lower(state, run.frozen, run.trainer.put_rows(stack(shape)), np.float32(0))
-            .compile()
-        )
+    with ThreadPoolExecutor(1) as beside, jax.set_mesh(run.trainer.mesh):
+        evaluation = beside.submit(run.evaluation.compile, state.params, run.frozen) if run.evaluation else None
+        rows = run.trainer.put_rows(stack(shape))
+        update = run.trainer.jit_update().lower(state, run.frozen, rows, np.float32(0)).compile()
+        if evaluation:
+            evaluation.result()
+    return update
 
 
 def train(run: Run, process_started: float) -> tuple[Path, str]:
@@ -295,7 +297,7 @@ def train(run: Run, process_started: float) -> tuple[Path, str]:
         meta |= {"spans": list(run.drafter.config.spans), "draft": run.drafter.config.to_hf(), "seed": options.seed}
         logs = _open_logs(run, int(state.step)) if jax.process_index() == 0 else None
         feed = Feed(run.trainer, run.batches, options.accumulate, meta["position"])
-        update = compile_update(run, state)
+        update = compile_programs(run, state)
         length = run_length(options)
         updates = length.updates(run.batches, options.accumulate)
         loop = Loop(
