@@ -92,6 +92,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes what `read_json` reads. Other processes, and those after a kill, see it whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
 def open_tensors(directory: Path) -> Mapping[str, np.ndarray]:
     """The tensors of a Hugging Face directory: one safetensors file, shards with an index, or `pytorch_model.bin`."""
     if (directory / "model.safetensors").exists():

@@ -157,11 +157,9 @@ def check_flags(options: argparse.Namespace) -> None:
             raise InputError(f"--trace {options.trace!r}: not a file in a directory that exists")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Everything after the flags; raises InputError before anything is written or run."""
-    check_flags(options)
-    settings, prompts = settings_from(options), read_prompts(options)
-    generator = Generator.from_pretrained(
+def generator_from(options: argparse.Namespace) -> Generator:
+    """The models that flags ask for."""
+    return Generator.from_pretrained(
         options.target,
         options.draft,
         spans=options.spans,
@@ -169,6 +167,13 @@ def run(options: argparse.Namespace) -> None:
         mesh=options.mesh,
         tokenizer=options.tokenizer,
     )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Everything after the flags; raises InputError before anything is written or run."""
+    check_flags(options)
+    settings, prompts = settings_from(options), read_prompts(options)
+    generator = generator_from(options)
     encoded = [generator.encode(prompt, raw=options.raw, system=options.system) for prompt in prompts]
     generator.check(encoded, settings)
     for note in generator.notes:

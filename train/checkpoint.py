@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from convert.checkpoint import write_json
 from poss_jax.errors import InputError
 
 BEST = "best.json"  # which step is best, for people
@@ -152,9 +153,7 @@ class Checkpoints:
         if self._best is None:
             (self._path / BEST).unlink(missing_ok=True)
             return
-        part = self._path / f"{BEST}.part"
-        part.write_text(json.dumps({"step": self._best, "figure": self._manager.metrics(self._best)["figure"]}) + "\n")
-        part.replace(self._path / BEST)
+        write_json(self._path / BEST, {"step": self._best, "figure": self._manager.metrics(self._best)["figure"]})
 
     def _empty_removed(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -85,6 +85,17 @@ class Dataset:
         example = self.examples[index]
         return f"{self.sources[example.source].name}, record {example.record}"
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises InputError naming an example with a token that the target does not have: it would get the embedding of
+        another.
+        """
+        for index, example in enumerate(self.examples):
+            if (largest := int(example.tokens.max())) >= vocab_size:
+                raise InputError(
+                    f"{self.describe(index)}: holds token {largest}, the target has {vocab_size}; "
+                    "it was made with another tokenizer"
+                )
+
     def cut(self, max_length: int) -> "Dataset":
         """With every example cut at `max_length` tokens. Those left without supervision go, counted in the summary."""
         if max_length >= self.max_length:

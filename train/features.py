@@ -20,11 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from convert.checkpoint import Source, locate
-from convert.gguf import GGUFCheckpoint
-from convert.tokenizer import load_tokenizer
+from convert.checkpoint import Source
 from infer.command import OneLineParser, exit_status
-from infer.loading import DTYPES, load_models
+from infer.loading import DTYPES, load_models, tokenizer_for
 from poss_jax import llama, sharding
 from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
@@ -163,9 +161,9 @@ def run(options: argparse.Namespace) -> None:
     if options.mesh is not None:
         sharding.parse_mesh(options.mesh, ("tensor",))  # before the data is read, which takes longer
     source = Source.open(options.target)
-    dataset = dataset_from(options, _tokenizer(options, source))
+    dataset = dataset_from(options, tokenizer_for(source, options.tokenizer))
     config = TargetConfig.from_hf(source.config)
-    _check_tokens(dataset, config)
+    dataset.check_tokens(config.vocab_size)
     kind = FeatureKind(options.dtype, config.block.hidden_size, str(options.target), target_fingerprint(source))
     print(dataset.summary)
     store = Store.create(options.out, dataset, shard_examples=options.shard_examples, features=kind)
@@ -178,22 +176,6 @@ def run(options: argparse.Namespace) -> None:
         target = models.target
         write_features(store, dataset, target.params, target.config, batch_size=options.batch_size, part=part)
     _report(store, options.out)
-
-
-def _tokenizer(options: argparse.Namespace, source: Source):
-    if options.tokenizer:
-        return load_tokenizer(locate(options.tokenizer))
-    return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
-
-
-def _check_tokens(dataset: Dataset, config: TargetConfig) -> None:
-    """A token that the target does not have would get the embedding of another."""
-    for index, example in enumerate(dataset.examples):
-        if (largest := int(example.tokens.max())) >= config.vocab_size:
-            raise InputError(
-                f"{dataset.describe(index)}: holds token {largest}, the target has {config.vocab_size}; "
-                "it was made with another tokenizer"
-            )
 
 
 def _report(store: Store, out: str) -> None:

@@ -27,10 +27,10 @@ from train.step import Metrics, Trainer, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How often, in updates: save checkpoints, evaluate. None: at the end only."""
+    """How often, in updates: save checkpoints, evaluate. Both are done at the end as well."""
 
-    save_every: int | None
-    evaluate_every: int | None
+    save_every: int
+    evaluate_every: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Loop:
             yield progress
 
     def _save_if_due(self, state: TrainState, fed: UpdateRows) -> None:
-        def due(every: int | None) -> bool:
-            return every is not None and self._step % every == 0 and not self.schedule.done(self._step)
+        def due(every: int) -> bool:
+            return self._step % every == 0 and not self.schedule.done(self._step)
 
         evaluated = self.evaluation is not None and due(self.pace.evaluate_every)
         if evaluated or due(self.pace.save_every):

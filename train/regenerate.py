@@ -320,14 +320,7 @@ def recorded_settings(options: argparse.Namespace) -> dict:
 
 def load(options: argparse.Namespace, settings: Settings) -> tuple[Generator, Settings, Encoder]:
     """The models, with settings whose `max_length` is set, and the encoder of the conversations."""
-    generator = Generator.from_pretrained(
-        options.target,
-        options.draft,
-        spans=options.spans,
-        dtype=options.dtype,
-        mesh=options.mesh,
-        tokenizer=options.tokenizer,
-    )
+    generator = generate.generator_from(options)
     length = settings.max_length or min(TRAINED_LENGTH, generator.context(settings))
     settings = dataclasses.replace(settings, max_length=length)
     generator.check([], settings)

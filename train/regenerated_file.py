@@ -6,12 +6,11 @@ Each line is written whole; where a run was killed inside one, the piece is cut 
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.checkpoint import read_json
+from convert.checkpoint import read_json, write_json
 from poss_jax.errors import InputError
 from train.conversations import Messages
 
@@ -109,9 +108,7 @@ class Output:
         try:
             self._file = open(self.path, "ab")  # noqa: SIM115 - closed by __exit__
             self._file.truncate(self.end)
-            unfinished = self.sidecar.with_name("." + self.sidecar.name + ".unfinished")
-            unfinished.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
-            os.replace(unfinished, self.sidecar)
+            write_json(self.sidecar, self.settings)
         except OSError as error:
             raise InputError(f"--out {self.path}: not writable ({error})") from error
         return self

@@ -7,7 +7,6 @@ TensorBoard files; `settings.json`.
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from convert.checkpoint import Source, read_json
+from convert.checkpoint import Source, read_json, write_json
 from convert.to_hf import save_draft
 from infer.command import OneLineParser, exit_status
 from infer.loading import DTYPES, tokenizer_for
@@ -179,9 +178,7 @@ def check_settings(options: argparse.Namespace, out: Path) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"cannot resume {out}: it began with {flag} {before[name]}, this is {flag} {value}")
     elif jax.process_index() == 0:
-        part = out / f"{path.name}.part"  # the other processes, or those after a kill, see it whole or not at all
-        part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_json(path, settings)
 
 
 def split(dataset: Dataset, options: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
@@ -242,7 +239,7 @@ def prepare(options: argparse.Namespace) -> Run:
         print(dataset.summary, file=sys.stderr)
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
-    _check_tokens(dataset, config.vocab_size)
+    dataset.check_tokens(config.vocab_size)
     drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed)
     objective = Objective(config, drafter.config, weights, options.noise, groups, kernel)
     trainer = Trainer(objective, optimizer, mesh, draft_specs(drafter.config), options.seed)
@@ -255,12 +252,6 @@ def prepare(options: argparse.Namespace) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     check_settings(options, out)
     return Run(options, out, trainer, frozen, drafter, batches, evaluation)
-
-
-def _check_tokens(dataset: Dataset, vocab_size: int) -> None:
-    highest = max(int(example.tokens.max()) for example in dataset.examples)
-    if highest >= vocab_size:
-        raise InputError(f"the data holds token id {highest}; the target's vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def export(run: Run, params: Params, name: str, notes: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,14 +99,11 @@ class Trainer:
     def state_shardings(self) -> TrainState:
         """How a state lies on the mesh: moments like their parameters."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        is_spec = {"is_leaf": lambda leaf: isinstance(leaf, ParameterSpec)}
-        params = jax.tree.map(lambda spec: sharding.parameter_sharding(self.mesh, spec), self.specs, **is_spec)
-        shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), self.specs, **is_spec)
-        transformation = self.optimizer.transformation()
+        params = self._by_spec(lambda spec: sharding.parameter_sharding(self.mesh, spec))
         moments = optax.tree_utils.tree_map_params(
-            transformation,
+            self.optimizer.transformation(),
             lambda _, parameter: parameter,
-            jax.eval_shape(transformation.init, shapes),
+            self._shapes().moments,
             params,
             transform_non_params=lambda _: whole,
         )
@@ -113,13 +111,17 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings, for restoring a checkpoint."""
-        is_spec = {"is_leaf": lambda leaf: isinstance(leaf, ParameterSpec)}
-        shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), self.specs, **is_spec)
         return jax.tree.map(
             lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-            jax.eval_shape(self._fresh, shapes),
+            self._shapes(),
             self.state_shardings(),
         )
+
+    def _shapes(self) -> TrainState:
+        return jax.eval_shape(self._fresh, self._by_spec(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))
+
+    def _by_spec(self, make: Callable[[ParameterSpec], Any]) -> Params:
+        return jax.tree.map(make, self.specs, is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
 
     def _fresh(self, params: Params) -> TrainState:
         return TrainState(params, self.optimizer.transformation().init(params), jnp.int32(0))
