@@ -3,7 +3,6 @@
 Nothing is cast and nothing is renamed here. Every failure is an InputError that names the file.
 """
 
-import contextlib
 import dataclasses
 import json
 import pickle
@@ -20,6 +19,15 @@ from poss_jax.errors import InputError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 LONGEST_NAME = 255  # bytes of one part of a path; the operating system refuses to look up longer ones
+SAFETENSORS_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BOOL": np.bool_,
+}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
@@ -114,15 +122,15 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
     """Tensors of one or several safetensors files, read one by one when asked for."""
 
     def __init__(self, files: dict[str, Path]):
-        self._files = files
-        self._open = contextlib.ExitStack()
-        self._handles: dict[Path, Any] = {}
+        self._stored: dict[str, StoredTensor] = {}
         for path in sorted(set(files.values())):
-            self._handles[path] = self._open.enter_context(_open_safetensors(path))
-        held = {path: set(handle.keys()) for path, handle in self._handles.items()}
-        for name, path in files.items():
-            if name not in held[path]:
-                raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
+            with _open_safetensors(path) as handle:
+                held = set(handle.keys())
+                for name in (name for name, place in files.items() if place == path):
+                    if name not in held:
+                        raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
+                    self._stored[name] = StoredTensor.find(path, name, handle)
+        self._stored = {name: self._stored[name] for name in files}
 
     @classmethod
     def single(cls, path: Path) -> "SafetensorsFiles":
@@ -141,14 +149,50 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
             raise InputError(f"{index}: names {missing[0]!r}, which is not there")
         return cls({name: index.parent / file for name, file in weight_map.items()})
 
+    def stored(self, name: str) -> "StoredTensor":
+        """A tensor that is left in its file."""
+        return self._stored[name]
+
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._handles[self._files[name]].get_tensor(name)
+        return self._stored[name].whole()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file. `tensor[slices]` reads that part of it.
+
+    The file is mapped only while it is read: what was read of a file that stays mapped counts as memory in use, and a
+    host would seem to need as much as its checkpoints are large.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def find(cls, path: Path, name: str, handle: Any) -> "StoredTensor":
+        """From an opened file. Raises InputError for a kind of number that numpy does not know."""
+        tensor = handle.get_slice(name)
+        kind = tensor.get_dtype()
+        if kind not in SAFETENSORS_DTYPES:
+            raise InputError(f"{path}: tensor {name!r} holds {kind}; expected float32, float16 or bfloat16")
+        return cls(path, name, tuple(tensor.get_shape()), np.dtype(SAFETENSORS_DTYPES[kind]))
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        with _open_safetensors(self.path) as handle:
+            return handle.get_slice(self.name)[index]
+
+    def whole(self) -> np.ndarray:
+        """All of it."""
+        with _open_safetensors(self.path) as handle:
+            return handle.get_tensor(self.name)
 
 
 def _open_safetensors(path: Path):

@@ -4,23 +4,26 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
 
 from convert.checkpoint import Source
-from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_output
-from poss_jax.config import BlockConfig, DraftConfig, TargetConfig, format_spans
+from convert.layout import Same, pieces, whole
+from convert.names import Entry, draft_entries, target_entries, tree_of
+from convert.stored import Parameter, Tensors, stored
+from poss_jax import sharding
+from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
-from poss_jax.llama import ParameterSpec, parameter_specs
-from poss_jax.specialist import draft_specs
+from poss_jax.llama import ParameterSpec
 
-# Tables that old checkpoints hold although they follow from the config.
-COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
+EMBEDDING, HEAD, DRAFT_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"
 
-Place = Callable[[np.ndarray, ParameterSpec], jax.Array]
+Place = Callable[[Parameter | np.ndarray, ParameterSpec], Any]
 
 
 class Loaded(NamedTuple):
@@ -30,54 +33,78 @@ class Loaded(NamedTuple):
     params: dict[str, Any]
 
 
-class Tensors:
-    """Takes tensors out of a checkpoint by name, and knows at the end that each was taken exactly once."""
+def on_devices(dtype: Any, mesh: Mesh | None = None) -> Place:
+    """Puts parameters on the devices in `dtype`: on the default device, or split over a mesh, of which each process
+    reads what its own devices hold.
+    """
 
-    def __init__(self, source: Mapping[str, np.ndarray], where: Path):
-        self._source = source
-        self._where = where
-        self._left = {name for name in source if not COMPUTED.match(name)}
+    def place(array: Parameter | np.ndarray, spec: ParameterSpec) -> jax.Array:
+        array = array.astype(jnp.dtype(dtype))
+        if mesh is None:
+            return jnp.asarray(np.asarray(array))
+        return jax.make_array_from_callback(
+            array.shape, sharding.parameter_sharding(mesh, spec), lambda index: np.asarray(array[index])
+        )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._source
-
-    def take(self, name: str, *shape: int) -> np.ndarray:
-        """Raises InputError if the tensor is missing or has another shape."""
-        if name not in self._left:
-            raise InputError(f"{self._where}: tensor {name!r} is missing")
-        self._left.remove(name)
-        tensor = self._source[name]
-        if tensor.shape != shape:
-            raise InputError(f"{self._where}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
-            raise InputError(f"{self._where}: tensor {name!r} holds {tensor.dtype}, expected floating point numbers")
-        return tensor
-
-    def drop(self, name: str) -> None:
-        """Leaves a tensor out on purpose."""
-        self._left.discard(name)
-
-    def finish(self) -> None:
-        """Raises InputError if any tensor was not taken."""
-        if self._left:
-            names = sorted(self._left)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise InputError(f"{self._where}: unexpected tensor {names[0]!r}{more}; the config has no place for it")
+    return place
 
 
 def load_target(source: Source, place: Place) -> Loaded:
     """A target; see `llama.parameter_specs` for the parameters.
 
-    Raises InputError naming the file and the field or tensor that does not fit.
+    Everything is checked before any weight is read. Raises InputError naming the file and the field or tensor that does
+    not fit.
     """
+    config, entries, tensors = target_plan(source)
+    return Loaded(config, _placed(entries, tensors, place))
+
+
+def target_plan(source: Source) -> tuple[TargetConfig, list[Entry], Tensors]:
+    """What a target is made of, as far as config and names say."""
     with _naming(source):
         config = TargetConfig.from_hf(source.config)
     if config.tie_embeddings and _has_own_head(source.tensors):
         config = dataclasses.replace(config, tie_embeddings=False)
     tensors = Tensors(source.tensors, source.path)
-    params = _target_params(tensors, config, place)
+    if config.tie_embeddings:
+        tensors.drop(HEAD)  # some files hold the tied matrix twice
+    return config, target_entries(config), tensors
+
+
+def load_draft(source: Source, place: Place, spans: Sequence[int] | None = None) -> Loaded:
+    """A drafter in the published key layout: parameters of `Drafter`, and `embed` if the checkpoint holds one.
+
+    `spans` come from the caller, else from `spans` in the config; a single specialist is one span. Raises
+    InputError where that leaves them open or contradicts the number of specialists, and for any tensor that is
+    missing, too much or of another shape.
+    """
+    config, entries, tensors = draft_plan(source, spans)
+    return Loaded(config, _placed(entries, tensors, place))
+
+
+def draft_plan(source: Source, spans: Sequence[int] | None = None) -> tuple[DraftConfig, list[Entry], Tensors]:
+    """What a drafter is made of, as far as config and names say."""
+    spans = _spans(source, spans)
+    with _naming(source):
+        config = DraftConfig.from_hf(source.config, spans)
+    return config, draft_entries(config, embed=DRAFT_EMBEDDING in source.tensors), Tensors(source.tensors, source.path)
+
+
+def parameters(entries: Sequence[Entry], tensors: Tensors) -> list[Parameter]:
+    """The parameters where they lie. Raises InputError for any tensor that is missing, too much or misshapen."""
+    found = [tensors.parameter(entry) for entry in entries]
     tensors.finish()
-    return Loaded(config, params)
+    return found
+
+
+def _placed(entries: Sequence[Entry], tensors: Tensors, place: Place) -> dict[str, Any]:
+    found = parameters(entries, tensors)
+    leaves = {}
+    # A short load shows no bar; neither does one whose output is not a terminal.
+    for number, parameter in enumerate(tqdm(found, desc="loading", unit="tensor", delay=2, leave=False, disable=None)):
+        leaves[parameter.entry.path] = place(parameter, parameter.entry.spec)
+        found[number] = None  # with what it may have read
+    return tree_of(leaves)
 
 
 @contextlib.contextmanager
@@ -92,83 +119,13 @@ def _naming(source: Source) -> Iterator[None]:
 def _has_own_head(tensors: Mapping[str, np.ndarray]) -> bool:
     """Whether a config that says tied is contradicted by a stored head with other values; then that head is used,
     as transformers does."""
-    embed, head = "model.embed_tokens.weight", "lm_head.weight"
-    return head in tensors and embed in tensors and not np.array_equal(tensors[embed], tensors[head])
-
-
-def _target_params(tensors: Tensors, config: TargetConfig, place: Place) -> dict[str, Any]:
-    specs = parameter_specs(config)
-    hidden, vocab = config.block.hidden_size, config.vocab_size
-    params = {
-        "embed": place(tensors.take("model.embed_tokens.weight", vocab, hidden), specs["embed"]),
-        "final_norm": place(tensors.take("model.norm.weight", hidden), specs["final_norm"]),
-        "layers": [],
-    }
-    if config.tie_embeddings:
-        tensors.drop("lm_head.weight")  # some files hold the tied matrix twice
-    else:
-        params["head"] = place(tensors.take("lm_head.weight", vocab, hidden).T, specs["head"])
-    for index, layer_specs in enumerate(specs["layers"]):
-        prefix = f"model.layers.{index}."
-        layer = _block(tensors, prefix, config.block, config.attention_bias, config.mlp_bias)
-        layer["attention_norm"] = tensors.take(prefix + "input_layernorm.weight", hidden)
-        params["layers"].append({key: place(array, layer_specs[key]) for key, array in layer.items()})
-    return params
-
-
-def _block(
-    tensors: Tensors, prefix: str, block: BlockConfig, attention_bias: bool = False, mlp_bias: bool = False
-) -> dict[str, np.ndarray]:
-    """The tensors that a target's layer and a specialist have in common."""
-    hidden, inner, size = block.hidden_size, block.intermediate_size, block.head_dim
-    queries, keys = block.num_heads * size, block.num_kv_heads * size
-
-    def weight(name: str, *shape: int) -> np.ndarray:
-        return tensors.take(f"{prefix}{name}.weight", *shape)
-
-    def bias(name: str, size: int) -> np.ndarray:
-        return tensors.take(f"{prefix}{name}.bias", size)
-
-    params = {
-        "query_key_value": fuse_query_key_value(
-            block,
-            weight("self_attn.q_proj", queries, hidden),
-            weight("self_attn.k_proj", keys, hidden),
-            weight("self_attn.v_proj", keys, hidden),
-        ),
-        "attention_output": split_attention_output(block, weight("self_attn.o_proj", hidden, queries)),
-        "gate_up": fuse_gate_up(weight("mlp.gate_proj", inner, hidden), weight("mlp.up_proj", inner, hidden)),
-        "down": weight("mlp.down_proj", hidden, inner).T,
-        "mlp_norm": weight("post_attention_layernorm", hidden),
-    }
-    if attention_bias:
-        params["query_key_value_bias"] = fuse_query_key_value(
-            block,
-            bias("self_attn.q_proj", queries),
-            bias("self_attn.k_proj", keys),
-            bias("self_attn.v_proj", keys),
-        )
-        params["attention_output_bias"] = bias("self_attn.o_proj", hidden)
-    if mlp_bias:
-        params["gate_up_bias"] = fuse_gate_up(bias("mlp.gate_proj", inner), bias("mlp.up_proj", inner))
-        params["down_bias"] = bias("mlp.down_proj", hidden)
-    return params
-
-
-def load_draft(source: Source, place: Place, spans: Sequence[int] | None = None) -> Loaded:
-    """A drafter in the published key layout: parameters of `Drafter`, and `embed` if the checkpoint holds one.
-
-    `spans` come from the caller, else from `spans` in the config; a single specialist is one span. Raises
-    InputError where that leaves them open or contradicts the number of specialists, and for any tensor that is
-    missing, too much or of another shape.
-    """
-    spans = _spans(source, spans)
-    with _naming(source):
-        config = DraftConfig.from_hf(source.config, spans)
-    tensors = Tensors(source.tensors, source.path)
-    params = _draft_params(tensors, config, place)
-    tensors.finish()
-    return Loaded(config, params)
+    if HEAD not in tensors or EMBEDDING not in tensors:
+        return False
+    head, embedding = stored(tensors, HEAD), stored(tensors, EMBEDDING)
+    if head.shape != embedding.shape:
+        return True
+    parts = pieces(Same(), whole(head.shape), head.dtype.itemsize)
+    return not all(np.array_equal(head[part], embedding[part]) for part in parts)
 
 
 def count_specialists(source: Source) -> int:
@@ -206,17 +163,3 @@ def _stored_spans(source: Source) -> tuple[int, ...] | None:
     if not isinstance(spans, list) or not spans or not all(type(n) is int and n > 0 for n in spans):
         raise InputError(f"{source.path}: spans {spans!r} in config.json must be a list of whole numbers from 1 up")
     return tuple(spans)
-
-
-def _draft_params(tensors: Tensors, config: DraftConfig, place: Place) -> dict[str, Any]:
-    hidden = config.block.hidden_size
-    params: dict[str, Any] = {"fc": {"kernel": tensors.take("fc.weight", hidden, 2 * hidden).T}}
-    if config.fc_bias:
-        params["fc"]["bias"] = tensors.take("fc.bias", hidden)
-    for index in range(len(config.spans)):
-        params[f"specialist_{index}"] = _block(tensors, f"layers.{index}.", config.block)
-    placed = jax.tree.map(place, params, draft_specs(config))
-    if "embed_tokens.weight" in tensors:
-        spec = ParameterSpec((config.vocab_size, hidden), ("vocab", "hidden"))
-        placed["embed"] = place(tensors.take("embed_tokens.weight", *spec.shape), spec)
-    return placed

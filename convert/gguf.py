@@ -143,6 +143,14 @@ class GGUFCheckpoint:
         """
         return tuple(int(size) for size in reversed(self._tensor(name).shape))
 
+    def stored(self, name):
+        """A tensor left in the file: `shape` and `dtype`, and `[slices]` that dequantises it and takes a part.
+
+        Raises:
+            InputError: the file has no such tensor.
+        """
+        return _StoredTensor(self, name)
+
     def stored_type(self, name):
         """Name (str, for example "Q4_1") of the type in which the file holds a tensor.
 
@@ -346,6 +354,23 @@ class GGUFCheckpoint:
         if ".self_attn.k_proj." in name:
             return self._config["num_key_value_heads"]
         return None
+
+
+class _StoredTensor:
+    """One tensor of a checkpoint. It is dequantised once, when a part of it is first asked for."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, checkpoint, name):
+        self.shape = checkpoint.shape(name)
+        self._checkpoint, self._name = checkpoint, name
+
+    @functools.cached_property
+    def _values(self):
+        return self._checkpoint[self._name]
+
+    def __getitem__(self, index):
+        return self._values[index]
 
 
 class _StrictReader(gguf.GGUFReader):

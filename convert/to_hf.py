@@ -15,7 +15,7 @@ Head and final norm are the target's and not in the file. Published configs lack
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save
 
-from convert.layout import join_attention_output, unfuse_gate_up, unfuse_query_key_value
-from poss_jax.config import BlockConfig, DraftConfig
+from convert.names import Entry, draft_entries, leaves_of, target_entries
+from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.errors import InputError
-from poss_jax.specialist import draft_specs
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -39,52 +38,38 @@ def draft_tensors(config: DraftConfig, params: dict[str, Any]) -> dict[str, np.n
     `params`: jax or numpy arrays, sharded over the devices of this process or not; their dtype is kept. Raises
     InputError naming the parameter that is missing, too much or of another shape.
     """
-    _check(config, params)
-    params = jax.device_get(params)
-    tensors = {"fc.weight": params["fc"]["kernel"].T}
-    if config.fc_bias:
-        tensors["fc.bias"] = params["fc"]["bias"]
-    for index in range(len(config.spans)):
-        block = _block_tensors(config.block, params[f"specialist_{index}"])
-        tensors |= {f"layers.{index}.{name}.weight": tensor for name, tensor in block.items()}
-    if "embed" in params:
-        tensors["embed_tokens.weight"] = params["embed"]
-    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    return _stored_tensors(draft_entries(config, embed="embed" in params), params, "drafter")
 
 
-def _block_tensors(block: BlockConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    query, key, value = unfuse_query_key_value(block, params["query_key_value"])
-    gate, up = unfuse_gate_up(params["gate_up"])
-    return {
-        "self_attn.q_proj": query,
-        "self_attn.k_proj": key,
-        "self_attn.v_proj": value,
-        "self_attn.o_proj": join_attention_output(params["attention_output"]),
-        "mlp.gate_proj": gate,
-        "mlp.up_proj": up,
-        "mlp.down_proj": params["down"].T,
-        "post_attention_layernorm": params["mlp_norm"],
-    }
+def target_tensors(config: TargetConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The same of a target, under the names of its family; a head that is tied is left out, as transformers does."""
+    return _stored_tensors(target_entries(config), params, "target")
 
 
-def _check(config: DraftConfig, params: dict[str, Any]) -> None:
-    expected = {name: spec.shape for name, spec in _by_name(draft_specs(config)).items()}
-    if "embed" in params:
-        expected["embed"] = (config.vocab_size, config.block.hidden_size)
-    given = {name: tuple(np.shape(array)) for name, array in _by_name(params).items()}
-    for name in sorted(expected.keys() | given.keys()):
-        if name not in given:
-            raise InputError(f"parameter {name!r} of the drafter is missing")
-        if name not in expected:
-            raise InputError(f"unexpected parameter {name!r}; the drafter's config has no place for it")
-        if given[name] != expected[name]:
-            raise InputError(f"parameter {name!r} has shape {list(given[name])}, expected {list(expected[name])}")
+def _stored_tensors(entries: Sequence[Entry], params: dict[str, Any], what: str) -> dict[str, np.ndarray]:
+    leaves = leaves_of(jax.device_get(params))
+    _check(entries, leaves, what)
+    return {name: tensor for entry in entries for name, tensor in as_stored(entry, leaves[entry.path]).items()}
 
 
-def _by_name(tree: dict[str, Any]) -> dict[str, Any]:
-    """{"fc": {"bias": x}} gives {"fc/bias": x}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+def as_stored(entry: Entry, parameter: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that a parameter lies in, contiguous, by name."""
+    parts = entry.layout.split(parameter)
+    if len(entry.names) < len(parts):
+        parts = (np.concatenate(parts),)
+    return {name: np.ascontiguousarray(part) for name, part in zip(entry.names, parts, strict=True)}
+
+
+def _check(entries: Sequence[Entry], leaves: dict[tuple, Any], what: str) -> None:
+    expected = {"/".join(map(str, entry.path)): entry.spec.shape for entry in entries}
+    found = {"/".join(map(str, path)): leaf for path, leaf in leaves.items()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise InputError(f"parameter {name!r} of the {what} is missing")
+        if found[name].shape != shape:
+            raise InputError(f"parameter {name!r} has shape {list(found[name].shape)}, expected {list(shape)}")
+    for name in found.keys() - expected:
+        raise InputError(f"unexpected parameter {name!r}; the {what}'s config has no place for it")
 
 
 def save_draft(

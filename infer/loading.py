@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from convert.checkpoint import Source, locate, read_json
-from convert.from_hf import Loaded, Place, load_draft, load_target
+from convert.from_hf import Loaded, Place, load_draft, load_target, on_devices
 from convert.gguf import GGUFCheckpoint
 from convert.tokenizer import load_tokenizer
 from poss_jax import sharding
@@ -55,6 +53,8 @@ def load_models(
     text = tokenizer_for(source, tokenizer)
     eos_ids = find_eos_ids(source, text)
     loaded, drafter = load_target(source, place), None
+    if loaded.config.window is not None:
+        notes.append(f"attention of the target slides; texts end at its window, {loaded.config.context} tokens")
     if draft_source is not None:
         drafter = load_draft(draft_source, place, spans)
         _check_pair(loaded, drafter)
@@ -89,13 +89,9 @@ def tokenizer_for(source: Source, name: str | Path | None):
 def _place_on(mesh_text: str | None, dtype: jnp.dtype) -> tuple[Place, list[str]]:
     """How to put a parameter on the devices, and what to say about it."""
     if mesh_text is None:
-        return lambda array, spec: jnp.asarray(array, dtype), []
+        return on_devices(dtype), []
     mesh = sharding.make_mesh(sharding.parse_mesh(mesh_text, ("tensor",)))
-
-    def place(array, spec):
-        return jax.device_put(np.asarray(array).astype(dtype), sharding.parameter_sharding(mesh, spec))
-
-    return place, [f"weights are split over {mesh.size} devices"]
+    return on_devices(dtype, mesh), [f"weights are split over {mesh.size} devices"]
 
 
 def _check_pair(target: Loaded, draft: Loaded) -> None:

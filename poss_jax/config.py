@@ -8,7 +8,7 @@ from typing import Any
 from poss_jax.errors import InputError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
-MODEL_TYPES = ("llama",)
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +131,65 @@ class BlockConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets the models of one `model_type` apart. Biases: whether there are any, or the config field that says so.
+
+    windows: whether some layers may see only so many rows back: never (""), "all" layers where the config has a
+    `sliding_window`, or the "upper" ones where it also has `use_sliding_window`. defaults: what transformers takes for
+    fields that a config leaves out, where that is not what it takes for Llama.
+    """
+
+    query_key_value_bias: bool | str = False
+    attention_output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    query_key_norm: bool = False
+    windows: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+FAMILIES = {
+    "llama": Family("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": Family(
+        windows="all",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "phi3": Family(windows="all", defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
+    "qwen2": Family(query_key_value_bias=True, windows="upper", defaults=QWEN_DEFAULTS),
+    "qwen3": Family(
+        "attention_bias",
+        "attention_bias",
+        query_key_norm=True,
+        windows="upper",
+        defaults={**QWEN_DEFAULTS, "head_dim": 128},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """A Llama-family target. `context` is the most tokens (prompt and new ones) that it was made for."""
+    """A Llama-type target. `context` is the most tokens (prompt and new ones) that it was made for.
+
+    family: its `model_type`, one of `FAMILIES`. window: how many rows its narrowest layer sees, itself included, or
+    None; `context` is never more than that, so that every row within it sees all before it.
+    """
 
     block: BlockConfig
     vocab_size: int
     num_layers: int
     context: int
     tie_embeddings: bool = False
-    attention_bias: bool = False
+    query_key_value_bias: bool = False
+    attention_output_bias: bool = False
     mlp_bias: bool = False
+    query_key_norm: bool = False
+    family: str = "llama"
+    window: int | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
@@ -149,24 +198,52 @@ class TargetConfig:
         Raises InputError, naming the field, for anything that would need another computation than ours.
         """
         kind = config.get("model_type", "llama")
-        if kind not in MODEL_TYPES:
-            raise InputError(f"model_type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+        _refuse_experts(config)
+        if kind not in FAMILIES:
+            raise InputError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
         if config.get("quantization_config"):
             method = _mapping(config, "quantization_config").get("quant_method", "unknown")
             raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
-        block = BlockConfig.from_hf(config)
-        context = _whole(config, "max_position_embeddings", 2048)
+        family = FAMILIES[kind]
+        config = {**family.defaults, **config}
+        block, layers = BlockConfig.from_hf(config), _whole(config, "num_hidden_layers")
+        context, window = _whole(config, "max_position_embeddings", 2048), _window(config, family.windows, layers)
         if block.rope.kind in ("linear", "dynamic"):  # taken as the length before stretching, as vLLM does
             context = int(context * block.rope.factor)
         return cls(
             block=block,
             vocab_size=_whole(config, "vocab_size"),
-            num_layers=_whole(config, "num_hidden_layers"),
-            context=context,
+            num_layers=layers,
+            context=context if window is None else min(context, window),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            query_key_value_bias=_flag(config, family.query_key_value_bias),
+            attention_output_bias=_flag(config, family.attention_output_bias),
+            mlp_bias=_flag(config, family.mlp_bias),
+            query_key_norm=family.query_key_norm,
+            family=kind,
+            window=window,
         )
+
+
+def _refuse_experts(config: Mapping[str, Any]) -> None:
+    for name in EXPERT_FIELDS:
+        if config.get(name):
+            raise InputError(f"mixtures of experts are not supported, and the config has {name} {config[name]!r}")
+
+
+def _flag(config: Mapping[str, Any], says: bool | str) -> bool:
+    return bool(config.get(says, False)) if isinstance(says, str) else says
+
+
+def _window(config: Mapping[str, Any], layers_with_windows: str, layers: int) -> int | None:
+    """See `Family.windows`."""
+    if not layers_with_windows or config.get("sliding_window") is None:
+        return None
+    if layers_with_windows == "upper":
+        kinds = config.get("layer_types") or ["sliding_attention"] * (layers - (config.get("max_window_layers") or 0))
+        if not config.get("use_sliding_window") or "sliding_attention" not in kinds:
+            return None
+    return _whole(config, "sliding_window")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +258,7 @@ class DraftConfig:
     vocab_size: int
     spans: tuple[int, ...]
     fc_bias: bool = True
+    query_key_value_bias: bool = False
 
     def __post_init__(self):
         if not self.spans or any(span < 1 for span in self.spans):
@@ -188,12 +266,15 @@ class DraftConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], spans: tuple[int, ...]) -> "DraftConfig":
-        """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`."""
+        """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`, and whose `qkv_bias`
+        (false if absent) are those of queries, keys and values, which drafters of Qwen2 have.
+        """
         return cls(
             block=BlockConfig.from_hf(config),
             vocab_size=_whole(config, "vocab_size"),
             spans=tuple(spans),
             fc_bias=bool(config.get("bias", True)),
+            query_key_value_bias=bool(config.get("qkv_bias", False)),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -209,6 +290,7 @@ class DraftConfig:
             "num_hidden_layers": 1,
             **self.block.to_hf(),
             "bias": self.fc_bias,
+            **({"qkv_bias": True} if self.query_key_value_bias else {}),
             "spans": list(self.spans),
         }
 

@@ -1,4 +1,4 @@
-"""The target: Llama as pure functions on a plain dictionary of arrays.
+"""The target: Llama and its relatives (`config.FAMILIES`) as pure functions on a plain dictionary of arrays.
 
 Features are the states after the final norm, the vectors that the head multiplies (the drafter's input).
 """
@@ -49,9 +49,12 @@ def _layer_specs(config: TargetConfig) -> dict[str, ParameterSpec]:
         "gate_up": ParameterSpec((hidden, 2, inner), ("hidden", None, "intermediate")),
         "down": ParameterSpec((inner, hidden), ("intermediate", "hidden")),
     }
-    if config.attention_bias:
+    if config.query_key_value_bias:
         specs["query_key_value_bias"] = ParameterSpec((heads, group + 2, size), ("kv_heads", None, None))
+    if config.attention_output_bias:
         specs["attention_output_bias"] = ParameterSpec((hidden,), ("hidden",))
+    if config.query_key_norm:
+        specs["query_norm"] = specs["key_norm"] = ParameterSpec((size,), (None,))
     if config.mlp_bias:
         specs["gate_up_bias"] = ParameterSpec((2, inner), (None, "intermediate"))
         specs["down_bias"] = ParameterSpec((hidden,), ("hidden",))
@@ -85,6 +88,9 @@ def forward(
     for index, layer in enumerate(params["layers"]):
         normed = layers.rms_norm(x, layer["attention_norm"], block.norm_eps)
         query, key, value = layers.query_key_value(normed, layer["query_key_value"], layer.get("query_key_value_bias"))
+        if config.query_key_norm:  # of each head alone, before the rotation
+            query = layers.rms_norm(query, layer["query_norm"], block.norm_eps)
+            key = layers.rms_norm(key, layer["key_norm"], block.norm_eps)
         rows = layers.as_rows(rotate(key, cos, sin), value)
         parts = [Part(rows, mask)]
         if prefix is not None:

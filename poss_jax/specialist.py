@@ -24,9 +24,13 @@ _matrix = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, o
 
 
 class Specialist(nn.Module):
-    """One block without a norm in front of its attention and without one at its end."""
+    """One block without a norm in front of its attention and without one at its end.
+
+    use_bias: of queries, keys and values, as drafters of Qwen2 have it.
+    """
 
     block: BlockConfig
+    use_bias: bool = False
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
@@ -36,6 +40,8 @@ class Specialist(nn.Module):
         self.query_key_value = self._parameter(
             "query_key_value", (hidden, heads, group + 2, size), ("hidden", "kv_heads", None, None)
         )
+        bias = ("query_key_value_bias", (heads, group + 2, size), ("kv_heads", None, None), nn.initializers.zeros)
+        self.query_key_value_bias = self._parameter(*bias) if self.use_bias else None
         self.attention_output = self._parameter(
             "attention_output", (heads, group, size, hidden), ("kv_heads", None, None, "hidden")
         )
@@ -48,7 +54,7 @@ class Specialist(nn.Module):
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
         """Inputs [b, t, h] at rotary `positions` [b, t]: query [b, t, k, g, d], keys and values [b, k, t, d]."""
-        query, key, value = layers.query_key_value(x, self.query_key_value)
+        query, key, value = layers.query_key_value(x, self.query_key_value, self.query_key_value_bias)
         cos, sin = rotary(self.block.rope, self.block.head_dim, positions, positions + 1)
         return rotate(query, cos, sin), layers.as_rows(rotate(key, cos, sin), value)
 
@@ -100,7 +106,7 @@ class Drafter(nn.Module):
     def setup(self):
         self.fc = InputLayer(self.config.block.hidden_size, self.config.fc_bias, self.dtype)
         self.specialists = [
-            Specialist(self.config.block, self.dtype, name=f"specialist_{index}")
+            Specialist(self.config.block, self.config.query_key_value_bias, self.dtype, name=f"specialist_{index}")
             for index in range(len(self.config.spans))
         ]
 

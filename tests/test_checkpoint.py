@@ -294,7 +294,7 @@ def test_integer_tensors_are_refused(target):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "'mistral' is not supported; supported: llama"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported: llama, mistral, phi3, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported: default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),

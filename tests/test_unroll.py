@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.layout import fuse_gate_up, fuse_query_key_value, split_attention_output
+from convert.names import draft_entries, tree_of
+from convert.stored import Tensors
 from poss_jax import cache, chain_attention, llama
 from poss_jax.attention import KeyValues, Part, attention
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
@@ -76,21 +77,8 @@ def recorded_gradients(batch: dict, config: DraftConfig) -> dict:
     """Gradients by published key names, in our layout."""
     prefix = "masked.grad."
     by_name = {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
-    gradients = {"fc": {"kernel": by_name["fc.weight"].T, "bias": by_name["fc.bias"]}}
-    for index in range(len(config.spans)):
-        layer = {
-            key.removeprefix(f"layers.{index}."): value for key, value in by_name.items() if f"layers.{index}." in key
-        }
-        gradients[f"specialist_{index}"] = {
-            "query_key_value": fuse_query_key_value(
-                config.block, *(layer[f"self_attn.{part}_proj.weight"] for part in "qkv")
-            ),
-            "attention_output": split_attention_output(config.block, layer["self_attn.o_proj.weight"]),
-            "gate_up": fuse_gate_up(layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]),
-            "down": layer["mlp.down_proj.weight"].T,
-            "mlp_norm": layer["post_attention_layernorm.weight"],
-        }
-    return gradients
+    tensors, entries = Tensors(by_name, golden_data.ROOT), draft_entries(config, embed=False)
+    return tree_of({entry.path: np.asarray(tensors.parameter(entry)) for entry in entries})
 
 
 BLOCK = BlockConfig(

@@ -4,13 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from convert.checkpoint import Source
-from convert.from_hf import Loaded, Place, count_specialists, load_draft, load_target
-from poss_jax import sharding
+from convert.from_hf import Loaded, count_specialists, load_draft, load_target, on_devices
+from convert.stored import Parameter
 from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
@@ -18,22 +17,11 @@ from poss_jax.objective import Params
 from poss_jax.specialist import draft_specs, init_draft
 
 
-def place_on(mesh: Mesh, dtype: str) -> Place:
-    """Puts a parameter on the mesh. Every process reads the whole checkpoint and keeps its devices' parts."""
-
-    def place(array: np.ndarray, spec: ParameterSpec) -> jax.Array:
-        array = np.asarray(array).astype(jnp.dtype(dtype))
-        where = sharding.parameter_sharding(mesh, spec)
-        return jax.make_array_from_callback(array.shape, where, array.__getitem__)
-
-    return place
-
-
 def load_frozen(source: Source, mesh: Mesh, dtype: str, *, features_stored: bool) -> tuple[TargetConfig, Params]:
     """The target; with stored features only its embedding and head, which are all that training needs then."""
-    place = place_on(mesh, dtype)
+    place = on_devices(dtype, mesh)
 
-    def place_vocabulary(array: np.ndarray, spec: ParameterSpec) -> jax.Array | None:
+    def place_vocabulary(array: Parameter, spec: ParameterSpec) -> jax.Array | None:
         return place(array, spec) if "vocab" in spec.axes else None
 
     config, params = load_target(source, place_vocabulary if features_stored else place)
@@ -77,7 +65,7 @@ def start_drafter(
         params[f"specialist_{index}"] = loaded.params[f"specialist_{min(index, there - 1)}"]
     embed = loaded.params.get("embed")
     if embed is not None:
-        embed = place_on(mesh, dtype)(embed, ParameterSpec(embed.shape, ("vocab", "hidden")))
+        embed = on_devices(dtype, mesh)(embed, ParameterSpec(embed.shape, ("vocab", "hidden")))
     return StartDrafter(config, _on(mesh, config, params), embed, init_from)
 
 
@@ -88,7 +76,7 @@ def _load(name: str) -> Loaded:
 
 
 def _on(mesh: Mesh, config: DraftConfig, params: dict[str, Any]) -> Params:
-    return jax.tree.map(place_on(mesh, "float32"), params, draft_specs(config))
+    return jax.tree.map(on_devices("float32", mesh), params, draft_specs(config))
 
 
 def _check_sizes(name: str, draft: DraftConfig, target: TargetConfig) -> None:
