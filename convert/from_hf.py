@@ -1,165 +1,113 @@
-"""Hugging Face checkpoints in: targets and drafters, from names and shapes that must all fit."""
+"""The command that brings checkpoints into the one form that we write.
 
-import contextlib
-import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+    python -m convert.from_hf SOURCE OUT [--spans 2,2,2]
 
-import jax
-import jax.numpy as jnp
+A drafter in any published layout becomes a folder that says its spans (`save.save_draft`). A target in any form (a GGUF
+file, say, or `.bin` files) becomes a Hugging Face directory of safetensors with its tokenizer.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from convert.checkpoint import Source
-from convert.layout import Same, pieces, whole
-from convert.names import Entry, draft_entries, target_entries, tree_of
-from convert.stored import Parameter, Tensors, stored
-from poss_jax import sharding
-from poss_jax.config import DraftConfig, TargetConfig, format_spans
+from convert.command import OneLineParser, exit_status
+from convert.gguf import GGUFCheckpoint
+from convert.load import in_numpy, is_draft, load_draft, parameters, target_plan
+from convert.output import new_directory, write_tensors
+from convert.save import DTYPES, as_stored, save_draft, stored_dtype
+from convert.stored import Parameter
+from convert.tokenizer import load_tokenizer
+from poss_jax.config import TargetConfig, format_spans, parse_spans
 from poss_jax.errors import InputError
-from poss_jax.llama import ParameterSpec
 
-EMBEDDING, HEAD, DRAFT_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"
-
-Place = Callable[[Parameter | np.ndarray, ParameterSpec], Any]
-
-
-class Loaded(NamedTuple):
-    """A checkpoint in our form: a `TargetConfig` or `DraftConfig`, and the parameters."""
-
-    config: Any
-    params: dict[str, Any]
+# What a directory holds besides config and weights.
+OTHER_FILES = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+OTHER_FILES += ("merges.txt", "chat_template*", "LICENSE*")
 
 
-def on_devices(dtype: Any, mesh: Mesh | None = None) -> Place:
-    """Puts parameters on the devices in `dtype`: on the default device, or split over a mesh, of which each process
-    reads what its own devices hold.
-    """
-
-    def place(array: Parameter | np.ndarray, spec: ParameterSpec) -> jax.Array:
-        array = array.astype(jnp.dtype(dtype))
-        if mesh is None:
-            return jnp.asarray(np.asarray(array))
-        return jax.make_array_from_callback(
-            array.shape, sharding.parameter_sharding(mesh, spec), lambda index: np.asarray(array[index])
-        )
-
-    return place
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `python -m convert.from_hf`."""
+    parser = OneLineParser(prog="python -m convert.from_hf", description="Bring a checkpoint into the form we write.")
+    parser.add_argument("source", help="target or drafter: directory, hub id or GGUF file")
+    parser.add_argument("out", help="new directory")
+    parser.add_argument("--spans", help="draft positions of each specialist of a drafter, such as 2,2,2")
+    parser.add_argument("--dtype", choices=DTYPES, help="round weights to this type (default: as they are)")
+    return parser
 
 
-def load_target(source: Source, place: Place) -> Loaded:
-    """A target; see `llama.parameter_specs` for the parameters.
+def run(options: argparse.Namespace) -> None:
+    """Everything after the flags."""
+    source = Source.open(options.source)
+    if is_draft(source):
+        print(convert_draft(source, options))
+    elif options.spans:
+        raise InputError(f"{options.source}: is a target; --spans is for drafters")
+    else:
+        print(convert_target(source, options))
 
-    Everything is checked before any weight is read. Raises InputError naming the file and the field or tensor that does
-    not fit.
-    """
+
+def convert_draft(source: Source, options: argparse.Namespace) -> str:
+    """Writes a drafter; what was done, for people."""
+    config, params = load_draft(source, in_numpy, options.spans and parse_spans(options.spans))
+    dtype = options.dtype or stored_dtype(params)
+    with new_directory(options.out) as unfinished:
+        save_draft(unfinished, config, params, dtype=dtype, notes=source.config.get("notes"))
+    return f"{options.out}: drafter with spans {format_spans(config.spans)}, {dtype}"
+
+
+def convert_target(source: Source, options: argparse.Namespace) -> str:
+    """Writes a target, one parameter after another; what was done, for people."""
     config, entries, tensors = target_plan(source)
-    return Loaded(config, _placed(entries, tensors, place))
-
-
-def target_plan(source: Source) -> tuple[TargetConfig, list[Entry], Tensors]:
-    """What a target is made of, as far as config and names say."""
-    with _naming(source):
-        config = TargetConfig.from_hf(source.config)
-    if config.tie_embeddings and _has_own_head(source.tensors):
-        config = dataclasses.replace(config, tie_embeddings=False)
-    tensors = Tensors(source.tensors, source.path)
-    if config.tie_embeddings:
-        tensors.drop(HEAD)  # some files hold the tied matrix twice
-    return config, target_entries(config), tensors
-
-
-def load_draft(source: Source, place: Place, spans: Sequence[int] | None = None) -> Loaded:
-    """A drafter in the published key layout: parameters of `Drafter`, and `embed` if the checkpoint holds one.
-
-    `spans` come from the caller, else from `spans` in the config; a single specialist is one span. Raises
-    InputError where that leaves them open or contradicts the number of specialists, and for any tensor that is
-    missing, too much or of another shape.
-    """
-    config, entries, tensors = draft_plan(source, spans)
-    return Loaded(config, _placed(entries, tensors, place))
-
-
-def draft_plan(source: Source, spans: Sequence[int] | None = None) -> tuple[DraftConfig, list[Entry], Tensors]:
-    """What a drafter is made of, as far as config and names say."""
-    spans = _spans(source, spans)
-    with _naming(source):
-        config = DraftConfig.from_hf(source.config, spans)
-    return config, draft_entries(config, embed=DRAFT_EMBEDDING in source.tensors), Tensors(source.tensors, source.path)
-
-
-def parameters(entries: Sequence[Entry], tensors: Tensors) -> list[Parameter]:
-    """The parameters where they lie. Raises InputError for any tensor that is missing, too much or misshapen."""
-    found = [tensors.parameter(entry) for entry in entries]
-    tensors.finish()
-    return found
-
-
-def _placed(entries: Sequence[Entry], tensors: Tensors, place: Place) -> dict[str, Any]:
     found = parameters(entries, tensors)
-    leaves = {}
-    # A short load shows no bar; neither does one whose output is not a terminal.
-    for number, parameter in enumerate(tqdm(found, desc="loading", unit="tensor", delay=2, leave=False, disable=None)):
-        leaves[parameter.entry.path] = place(parameter, parameter.entry.spec)
+    dtype = options.dtype or np.result_type(*{parameter.dtype for parameter in found}).name
+    with new_directory(options.out) as unfinished:
+        write_tensors(unfinished, _tensors(found, options.dtype))
+        text = json.dumps(_config(source, config, dtype), indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")
+        _write_others(source, unfinished)
+    return f"{options.out}: {config.family} target of {config.num_layers} layers, {dtype}"
+
+
+def _tensors(found: list[Parameter], dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Through our form and back, so that what is written is what loading gives."""
+    for number, parameter in enumerate(tqdm(found, desc="converting", unit="tensor", disable=None)):
+        array = np.asarray(parameter if dtype is None else parameter.astype(DTYPES[dtype]))
         found[number] = None  # with what it may have read
-    return tree_of(leaves)
+        if not np.isfinite(array).all():
+            names = ", ".join(parameter.entry.names)
+            raise InputError(f"{names}: holds values too large for {dtype}; write it as float32 or bfloat16")
+        yield from as_stored(parameter.entry, array).items()
 
 
-@contextlib.contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Puts the checkpoint's path in front of what is wrong with its config."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{source.path}: {error}") from None
+def _config(source: Source, config: TargetConfig, dtype: str) -> dict[str, Any]:
+    """The source's own, of which we understand only a part, with what has changed."""
+    changed = {"torch_dtype": dtype, "tie_word_embeddings": config.tie_embeddings}
+    return {name: value for name, value in source.config.items() if name != "dtype"} | changed
 
 
-def _has_own_head(tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether a config that says tied is contradicted by a stored head with other values; then that head is used,
-    as transformers does."""
-    if HEAD not in tensors or EMBEDDING not in tensors:
-        return False
-    head, embedding = stored(tensors, HEAD), stored(tensors, EMBEDDING)
-    if head.shape != embedding.shape:
-        return True
-    parts = pieces(Same(), whole(head.shape), head.dtype.itemsize)
-    return not all(np.array_equal(head[part], embedding[part]) for part in parts)
+def _write_others(source: Source, directory: Path) -> None:
+    if isinstance(source.tensors, GGUFCheckpoint):
+        tokenizer = load_tokenizer(source.path, source.tensors)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        return
+    for pattern in OTHER_FILES:
+        for path in source.path.glob(pattern):
+            shutil.copy2(path, directory / path.name)
 
 
-def count_specialists(source: Source) -> int:
-    """How many specialists a drafter's checkpoint holds. Raises InputError if there is none."""
-    matches = [re.match(r"layers\.(\d+)\.", name) for name in source.tensors]
-    specialists = len({match.group(1) for match in matches if match})
-    if not specialists:
-        raise InputError(f"{source.path}: holds no specialist; tensors named layers.0.* are missing")
-    return specialists
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see `exit_status`."""
+    return exit_status(run, build_parser().parse_args(arguments))
 
 
-def _spans(source: Source, given: Sequence[int] | None) -> tuple[int, ...]:
-    path, specialists = source.path, count_specialists(source)
-    spans = _stored_spans(source) if given is None else tuple(given)
-    if spans is None and specialists == 1:
-        return (1,)
-    if spans is None:
-        raise InputError(
-            f"{path}: holds {specialists} specialists and its config does not say which draft positions each "
-            f"serves; pass --spans with {specialists} numbers, such as --spans {format_spans((2,) * specialists)}"
-        )
-    if len(spans) != specialists:
-        origin = "config.json" if given is None else "--spans"
-        raise InputError(
-            f"{path}: spans {format_spans(spans)} of {origin} are for {len(spans)} specialist(s), "
-            f"but the checkpoint holds {specialists}"
-        )
-    return spans
-
-
-def _stored_spans(source: Source) -> tuple[int, ...] | None:
-    spans = source.config.get("spans")
-    if spans is None:
-        return None
-    if not isinstance(spans, list) or not spans or not all(type(n) is int and n > 0 for n in spans):
-        raise InputError(f"{source.path}: spans {spans!r} in config.json must be a list of whole numbers from 1 up")
-    return tuple(spans)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from convert.checkpoint import Source
-from infer.command import OneLineParser, exit_status
+from convert.command import OneLineParser, exit_status
 from infer.engine import Generator
 from infer.prompts import parse_ids
 

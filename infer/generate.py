@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from convert.command import OneLineParser, exit_status
 from infer import prompts as prompt_forms
 from infer.chat import chat
-from infer.command import OneLineParser, exit_status
 from infer.compare import Comparison, compare
 from infer.engine import Generator
 from infer.loading import DTYPES

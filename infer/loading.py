@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from convert.checkpoint import Source, locate, read_json
-from convert.from_hf import Loaded, Place, load_draft, load_target, on_devices
 from convert.gguf import GGUFCheckpoint
+from convert.load import Loaded, Place, load_draft, load_target, on_devices
 from convert.tokenizer import load_tokenizer
 from poss_jax import sharding
 from poss_jax.config import parse_spans

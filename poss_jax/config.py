@@ -8,6 +8,7 @@ from typing import Any
 from poss_jax.errors import InputError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
+SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"  # drafters of SGLang say so; their `fc` always has a bias
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -269,11 +270,12 @@ class DraftConfig:
         """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`, and whose `qkv_bias`
         (false if absent) are those of queries, keys and values, which drafters of Qwen2 have.
         """
+        of_sglang = SGLANG_ARCHITECTURE in (config.get("architectures") or ())
         return cls(
             block=BlockConfig.from_hf(config),
             vocab_size=_whole(config, "vocab_size"),
             spans=tuple(spans),
-            fc_bias=bool(config.get("bias", True)),
+            fc_bias=of_sglang or bool(config.get("bias", True)),
             query_key_value_bias=bool(config.get("qkv_bias", False)),
         )
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from convert import to_hf
+from convert import save
 from convert.checkpoint import Source
-from convert.from_hf import load_draft
-from convert.to_hf import draft_tensors, save_draft
+from convert.load import load_draft
+from convert.save import draft_tensors, save_draft
 from poss_jax import sharding
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
 from poss_jax.errors import InputError
@@ -272,10 +272,10 @@ def test_notes_are_kept_and_do_not_disturb_the_config(poss3, tmp_path):
 def test_config_comes_last_and_nothing_unfinished_is_left(poss3, tmp_path, monkeypatch):
     moved = []
     replace = os.replace
-    monkeypatch.setattr(to_hf.os, "replace", lambda old, new: (moved.append(new.name), replace(old, new)))
+    monkeypatch.setattr(save.os, "replace", lambda old, new: (moved.append(new.name), replace(old, new)))
     save_draft(tmp_path, poss3.config, poss3.params)
-    assert moved == ["model.safetensors", "config.json"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert moved == ["model.safetensors", "README.md", "config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_failed_save_leaves_the_old_drafter_whole(poss3, tmp_path, monkeypatch):
@@ -285,7 +285,7 @@ def test_failed_save_leaves_the_old_drafter_whole(poss3, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(to_hf.os, "fsync", full)
+    monkeypatch.setattr(save.os, "fsync", full)
     with pytest.raises(InputError, match="cannot write the drafter there .*No space left"):
         save_draft(tmp_path, poss3.config, jax.tree.map(lambda array: array + 1, poss3.params))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -76,6 +76,31 @@ def test_any_part_equals_that_part_of_the_whole(joined, piece_bytes, name, data)
         np.testing.assert_array_equal(parameter[(slice(None),) * whole.ndim], whole)
 
 
+class Counted:
+    """A tensor that counts how much of it is read."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.read = array, array.shape, array.dtype, 0
+
+    def __getitem__(self, index):
+        part = self.array[index]
+        self.read += part.size
+        return part
+
+
+@pytest.mark.parametrize(("name", "axis"), [(name, axis) for name in LAYOUTS for axis in range(4)])
+def test_a_host_reads_only_what_its_devices_hold(name, axis):
+    kind, shape = LAYOUTS[name]
+    if axis >= len(shape) or axis in NEVER_SPLIT.get(name, ()):
+        pytest.skip("never split")
+    tensors = {f"t{n}": Counted(numbers(*part)) for n, part in enumerate(layout.part_shapes(kind, shape))}
+    entry = Entry((name,), ParameterSpec(shape, (None,) * len(shape)), kind, tuple(tensors))
+    parameter = Tensors(tensors, Path("model")).parameter(entry)
+    assert sum(tensor.read for tensor in tensors.values()) == 0
+    part = parameter[tuple(slice(0, 1) if n == axis else slice(None) for n in range(len(shape)))]
+    assert sum(tensor.read for tensor in tensors.values()) == part.size == np.prod(shape) // shape[axis]
+
+
 def test_attention_matrices_are_fused_by_head():
     kind = layout.QueryKeyValue(group=2, head_dim=1)
     query, key, value = np.array([[1.0], [2], [3], [4]]), np.array([[5.0], [6]]), np.array([[7.0], [8]])

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from convert.checkpoint import Source
-from convert.from_hf import load_target
-from poss_jax import cache, llama
-from poss_jax.config import BlockConfig, RopeConfig, TargetConfig
+from convert.load import load_target, on_devices
+from convert.save import target_tensors
+from poss_jax import cache, llama, sharding
+from poss_jax.config import FAMILIES, BlockConfig, RopeConfig, TargetConfig
 from poss_jax.errors import InputError
 
 torch = pytest.importorskip("torch")
@@ -49,6 +51,20 @@ CASES = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "llama3": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "Mistral": {"model_type": "mistral", "sliding_window": None},
+    "Mistral with a window": {"model_type": "mistral", "sliding_window": 44, "head_dim": 12},
+    "Qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0},
+    "Qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen2 with windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 48,
+        "max_window_layers": 1,
+    },
+    "Qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "Qwen3 with biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "Phi-3": {"model_type": "phi3", "pad_token_id": 0},
+    "Phi-3 with a window": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 50, "num_key_value_heads": 1},
 }
 PROMPT, TOTAL = 36, 44  # the prompt is longer than max_position_embeddings, so that dynamic scaling sets in
 
@@ -78,7 +94,9 @@ def run_token(params, config, token, caches, length):
 def make_model(directory, options: dict, old_style: bool):
     """A random model saved by transformers; `old_style` rewrites its config as transformers 4 wrote it."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **options})).eval()
+    options = {"model_type": "llama", **SIZES, **options}
+    config = transformers.AutoConfig.for_model(**options, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):
@@ -116,6 +134,53 @@ def test_logits_equal_transformers(tmp_path, name, old_style):
             np.testing.assert_allclose(logits, theirs.logits[0, 0], atol=1e-4, err_msg=f"token {index}")
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+def test_torch_to_jax_to_torch_is_equal_to_the_bit(tmp_path, name, mesh):
+    make_model(tmp_path, CASES[name], False)
+    place = on_devices("float32", mesh and sharding.make_mesh(sharding.parse_mesh(mesh, ("tensor",))))
+    target = load_target(Source.open(str(tmp_path)), place)
+    ours, theirs = target_tensors(*target), load_file(tmp_path / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].flags.c_contiguous
+        np.testing.assert_array_equal(ours[key].view(np.uint32), tensor.view(np.uint32), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [
+        ({"model_type": "mistral", "sliding_window": 20}, 20),
+        ({"model_type": "mistral", "sliding_window": 40}, 32),
+        ({"model_type": "mistral"}, 32),
+        ({"model_type": "phi3", "sliding_window": 31}, 31),
+        ({"model_type": "qwen2", "sliding_window": 8}, 32),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, 8),
+        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, 32),
+        (
+            {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            32,
+        ),
+        ({"model_type": "llama", "sliding_window": 8}, 32),
+    ],
+)
+def test_texts_stay_within_the_window_so_that_attention_never_slides(change, context):
+    assert TargetConfig.from_hf({**SIZES, **change}).context == context
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_fields_that_a_config_leaves_out_are_those_of_transformers(kind):
+    given = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 80, "num_hidden_layers": 2}
+    given["num_attention_heads"] = 32
+    theirs = transformers.AutoConfig.for_model(kind, **given)
+    ours = TargetConfig.from_hf({"model_type": kind, **given})
+    assert ours.block.num_kv_heads == theirs.num_key_value_heads
+    assert ours.block.norm_eps == theirs.rms_norm_eps
+    assert ours.block.head_dim == getattr(theirs, "head_dim", 256 // 32)
+    window = theirs.sliding_window if kind == "mistral" else None
+    assert (ours.context, ours.window) == (min(theirs.max_position_embeddings, window or 2**31), window)
+
+
 def test_long_prompts_are_attended_in_chunks_with_the_same_result(tmp_path):
     make_model(tmp_path, {}, False)
     target = load_target(Source.open(str(tmp_path)), lambda array, spec: jnp.asarray(array))
@@ -148,7 +213,9 @@ def test_frequency_factors_divide_the_inverse_frequencies():
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary type 'longrope' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported; supported: llama, mistral, phi3, qwen2, qwen3"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts .* num_local_experts 8"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "mixtures of experts .* num_experts 128"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_size": None}, "the config lacks 'hidden_size'"),

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from convert.checkpoint import Source
-from convert.from_hf import load_target
+from convert.load import load_target
 from convert.tokenizer import load_tokenizer
 from infer import Generator
 from poss_jax import llama

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.command import OneLineParser, exit_status
+from convert.command import OneLineParser, exit_status
 from poss_jax import sharding
 from poss_jax.attention import KERNELS
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig, TargetConfig, parse_spans

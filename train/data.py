@@ -33,8 +33,8 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.checkpoint import first_line, locate
+from convert.command import OneLineParser, exit_status
 from convert.tokenizer import load_tokenizer
-from infer.command import OneLineParser, exit_status
 from poss_jax.errors import InputError
 from train.conversations import (
     DUPLICATE,

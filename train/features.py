@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.checkpoint import Source
-from infer.command import OneLineParser, exit_status
+from convert.command import OneLineParser, exit_status
 from infer.loading import DTYPES, load_models, tokenizer_for
 from poss_jax import llama, sharding
 from poss_jax.config import TargetConfig

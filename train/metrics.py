@@ -11,6 +11,8 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from poss_jax.errors import InputError
 
+EVALUATIONS = "evaluations.jsonl"  # name of the log of evaluations
+
 
 class MetricsLog:
     """`directory`/`filename` with one object a step, and TensorBoard files in `directory`/tensorboard/.
@@ -81,6 +83,12 @@ class MetricsLog:
     def _unwritable(self, error: OSError) -> InputError:
         reason = error.strerror or error
         return InputError(f"{self.path}: cannot be written: {reason}; make room, or give another --out")
+
+
+def last_line(path: Path) -> dict:
+    """The newest object of a log, {} if there is none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else {}
 
 
 def _keep_until(path: Path, step: int) -> None:

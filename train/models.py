@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from convert.checkpoint import Source
-from convert.from_hf import Loaded, count_specialists, load_draft, load_target, on_devices
+from convert.load import Loaded, count_specialists, load_draft, load_target, on_devices
 from convert.stored import Parameter
 from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError

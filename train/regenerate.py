@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from convert.command import OneLineParser, exit_status
 from infer import generate
 from infer.batch import bucket
-from infer.command import OneLineParser, exit_status
 from infer.engine import Generator
 from infer.results import Generation
 from infer.settings import Settings

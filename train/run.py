@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.checkpoint import Source, read_json, write_json
-from convert.to_hf import save_draft
-from infer.command import OneLineParser, exit_status
+from convert.command import OneLineParser, exit_status
+from convert.save import save_draft
 from infer.loading import DTYPES, tokenizer_for
 from poss_jax import sharding
 from poss_jax.attention import KERNELS
@@ -37,7 +37,7 @@ from train.examples import Dataset
 from train.features import check_features
 from train.feed import Feed, stack
 from train.loop import Logs, Loop, Pace
-from train.metrics import MetricsLog
+from train.metrics import EVALUATIONS, MetricsLog, last_line
 from train.models import StartDrafter, load_frozen, start_drafter
 from train.packing import PACKINGS, Batches
 from train.schedule import RunLength, Schedule
@@ -261,8 +261,15 @@ def export(run: Run, params: Params, name: str, notes: dict[str, Any]) -> None:
         params | ({} if run.drafter.embed is None else {"embed": run.drafter.embed})
     )
     if jax.process_index() == 0:
-        notes = {"target": run.options.target, "init_from": run.drafter.origin} | notes
+        notes = _origin(run) | notes
         save_draft(run.out / name, run.drafter.config, jax.device_get(gathered), notes=notes)
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    """What a drafter's card tells of its training."""
+    options = run.options
+    origin = {"target": options.target, "init_from": run.drafter.origin, "data": list(options.data)}
+    return origin | {"seed": options.seed, "evaluation": last_line(run.out / EVALUATIONS)}
 
 
 def compile_programs(run: Run, state: TrainState):
@@ -319,7 +326,7 @@ def train(run: Run, process_started: float) -> tuple[Path, str]:
 def _open_logs(run: Run, step: int) -> Logs:
     resumed = step if run.options.resume else None
     options = {"resume_step": resumed, "tensorboard": run.options.tensorboard}
-    return Logs(MetricsLog(run.out, **options), MetricsLog(run.out, filename="evaluations.jsonl", **options))
+    return Logs(MetricsLog(run.out, **options), MetricsLog(run.out, filename=EVALUATIONS, **options))
 
 
 def run(options: argparse.Namespace) -> None:

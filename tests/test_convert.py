@@ -1,0 +1,430 @@
+"""The commands of conversion: what goes in comes out, others can read it, and broken input leaves nothing behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from convert import from_hf, inspect, output, to_hf
+from convert.checkpoint import Source
+from convert.load import in_numpy, load_draft, on_devices
+from convert.save import save_draft
+from infer import Generator
+from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
+from poss_jax.specialist import BoundDrafter, Drafter, init_draft
+from tests import fixtures, golden_data, host_memory
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file as load_torch  # noqa: E402
+
+from tests.torch_drafter import TorchDrafter  # noqa: E402
+
+GOLDEN_DRAFTS = golden_data.ROOT / "drafts"
+
+
+def spans_text(name):
+    return ",".join(map(str, golden_data.spans(name)))
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def equal_tensors(one, other):
+    one, other = load_torch(one / "model.safetensors"), load_torch(other / "model.safetensors")
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def with_biases(directory):
+    """A random drafter of one span with biases of queries, keys and values, as for Qwen2."""
+    block = BlockConfig(32, 48, 4, 2, 8, 1e-5, RopeConfig())
+    config = DraftConfig(block, 64, (6,), query_key_value_bias=True)
+    params = jax.device_get(init_draft(config, jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: leaf + np.random.default_rng(leaf.size).normal(0, 0.3, leaf.shape), params)
+    save_draft(directory, config, params)
+    return directory
+
+
+# ----------------------------------------------------------------------------------------- drafters
+
+
+@pytest.mark.parametrize("name", golden_data.DRAFTS)
+def test_drafters_in_and_out_are_equal_to_the_bit(tmp_path, name, capsys):
+    published = GOLDEN_DRAFTS / name
+    assert from_hf.main([str(published), str(tmp_path / "ours"), "--spans", spans_text(name)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/ours: drafter with spans {spans_text(name)}, float32\n"
+    equal_tensors(published, tmp_path / "ours")
+    assert read(tmp_path / "ours" / "config.json")["spans"] == list(golden_data.spans(name))
+    assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "theirs"), "--format", "poss"]) == 0
+    equal_tensors(published, tmp_path / "theirs")
+    assert "float32, in the format poss" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "bin"])
+def test_drafters_of_other_kinds_of_files_keep_every_value(tmp_path, source):
+    tensors = load_torch(GOLDEN_DRAFTS / "hass" / "model.safetensors")
+    if source != "bin":
+        tensors = {name: tensor.to(getattr(torch, source)) for name, tensor in tensors.items()}
+    (tmp_path / "in").mkdir()
+    torch.save(tensors, tmp_path / "in" / "pytorch_model.bin")
+    shutil.copy(GOLDEN_DRAFTS / "hass" / "config.json", tmp_path / "in")
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    written = load_torch(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("poss3", "poss"), ("poss1", "poss"), ("hass", "eagle"), ("qwen2", "eagle")]
+)
+def test_exports_load_strictly_into_pytorch_and_give_the_same_outputs(tmp_path, name, layout):
+    source = with_biases(tmp_path / "qwen2") if name == "qwen2" else GOLDEN_DRAFTS / name
+    spans = (6,) if name == "qwen2" else golden_data.spans(name)
+    arguments = [str(source), str(tmp_path / "out"), "--format", layout, "--spans", ",".join(map(str, spans))]
+    assert to_hf.main(arguments) == 0
+    config, tensors = read(tmp_path / "out" / "config.json"), load_torch(tmp_path / "out" / "model.safetensors")
+    loaded = load_draft(Source.open(source), on_devices("float32"), spans)
+    random = np.random.default_rng(3)
+    embedding = tensors.pop("embed_tokens.weight", torch.tensor(random.normal(size=(config["vocab_size"], 1)))).float()
+    embedding = embedding.expand(-1, config["hidden_size"]).contiguous()
+    theirs = TorchDrafter(config, len(loaded.config.spans))
+    theirs.load_state_dict({**tensors, "embed_tokens.weight": embedding}, strict=True)
+    tokens = random.integers(0, config["vocab_size"], (2, 9))
+    features = random.normal(size=(2, 9, config["hidden_size"])).astype(np.float32)
+    modules = {key: value for key, value in loaded.params.items() if key != "embed"}
+    ours = jax.jit(Drafter(loaded.config).apply)(
+        {"params": modules}, jnp.asarray(embedding)[tokens], features, jnp.arange(9)[None].repeat(2, 0)
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens), torch.tensor(features)).numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_biased_drafters_draft_with_their_biases(tmp_path):
+    loaded = load_draft(Source.open(with_biases(tmp_path / "d")), on_devices("float32"))
+    assert loaded.config.query_key_value_bias
+    assert loaded.config.spans == (6,)
+    bound, x = BoundDrafter(*loaded), jnp.ones((1, 2, 32))
+    key = bound.project(0, x, jnp.zeros((1, 2), int))[1].keys
+    shifted = jax.tree.map(lambda leaf: leaf, loaded.params)
+    shifted["specialist_0"]["query_key_value_bias"] += 1.0
+    other = BoundDrafter(loaded.config, shifted).project(0, x, jnp.zeros((1, 2), int))[1].keys
+    np.testing.assert_allclose(other - key, 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture", "bias_of_fc"),
+    [
+        ("eagle", "LlamaForCausalLM", True),
+        ("vllm", "EagleLlamaForCausalLM", False),
+        ("sglang", "LlamaForCausalLMEagle", True),
+    ],
+)
+@pytest.mark.parametrize("had_bias", [False, True])
+def test_engines_get_the_architecture_and_the_bias_they_expect(tmp_path, layout, architecture, bias_of_fc, had_bias):
+    """A config's `bias` is that of `fc` for EAGLE's code and that of attention for vLLM and SGLang."""
+    draft = load_draft(Source.open(GOLDEN_DRAFTS / "hass"), in_numpy, (6,))
+    config = DraftConfig(draft.config.block, draft.config.vocab_size, (6,), fc_bias=had_bias)
+    fc = {"kernel": draft.params["fc"]["kernel"]} | ({"bias": np.zeros(64, np.float32)} if had_bias else {})
+    save_draft(tmp_path / "in", config, draft.params | {"fc": fc})
+    assert to_hf.main([str(tmp_path / "in"), str(tmp_path / "out"), "--format", layout]) == 0
+    written, tensors = read(tmp_path / "out" / "config.json"), load_file(tmp_path / "out" / "model.safetensors")
+    assert written["architectures"] == [architecture]
+    assert written["num_hidden_layers"] == 1
+    assert "spans" not in written
+    if layout == "eagle":
+        assert ("fc.bias" in tensors) == had_bias == written["bias"]
+    else:
+        assert ("fc.bias" in tensors) == bias_of_fc
+        assert written["bias"] is False
+        assert "embed_tokens.weight" not in tensors
+    again = load_draft(Source.open(tmp_path / "out"), in_numpy)
+    np.testing.assert_array_equal(again.params["specialist_0"]["down"], draft.params["specialist_0"]["down"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        (
+            "poss3",
+            ["--format", "vllm"],
+            "spans 3,3; give --specialist 0 to export the first one alone, or --format poss",
+        ),
+        ("poss1", ["--format", "eagle"], "format eagle has one layer for all draft positions"),
+        ("poss3", ["--format", "sglang"], "format sglang has one layer"),
+        ("hass", ["--format", "vllm"], "format vllm has no bias in fc, and this drafter's is not zero"),
+        ("poss3", ["--specialist", "2"], "--specialist 2: the drafter has specialists 0 to 1"),
+        ("qwen2", ["--format", "sglang"], "format sglang has no biases of queries, keys and values alone"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused_with_the_reason(tmp_path, capsys, name, arguments, message):
+    source = with_biases(tmp_path / "qwen2") if name == "qwen2" else GOLDEN_DRAFTS / name
+    spans = [] if name == "qwen2" else ["--spans", spans_text(name)]
+    assert to_hf.main([str(source), str(tmp_path / "out"), *arguments, *spans]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "qwen2"] == []
+
+
+def test_one_specialist_alone(tmp_path):
+    arguments = [str(GOLDEN_DRAFTS / "poss3"), str(tmp_path / "out"), "--spans", "3,3", "--format", "eagle"]
+    assert to_hf.main([*arguments, "--specialist", "1", "--dtype", "bfloat16"]) == 0
+    whole, one = (
+        load_torch(GOLDEN_DRAFTS / "poss3" / "model.safetensors"),
+        load_torch(tmp_path / "out/model.safetensors"),
+    )
+    assert {name for name in one if name.startswith("layers.")} == {
+        name for name in whole if name.startswith("layers.0.")
+    }
+    for name in one:
+        assert torch.equal(one[name], whole[name.replace("layers.0.", "layers.1.")].to(torch.bfloat16))
+
+
+def test_a_training_run_is_a_drafter_too(tmp_path, capsys):
+    save = [str(GOLDEN_DRAFTS / "poss3"), str(tmp_path / "run" / "drafter"), "--spans", "3,3"]
+    assert from_hf.main(save) == 0
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    equal_tensors(GOLDEN_DRAFTS / "poss3", tmp_path / "out")
+    shutil.rmtree(tmp_path / "run" / "drafter")
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "more")]) == 2
+    assert "has not written its drafter yet; end it with train.run --resume" in capsys.readouterr().err
+
+
+def test_the_model_card_tells_what_is_recorded(tmp_path):
+    draft = load_draft(Source.open(GOLDEN_DRAFTS / "poss3"), in_numpy, (3, 3))
+    notes = {
+        "target": "org/model-7b",
+        "data": ["sharegpt.json:0.5", "own.jsonl"],
+        "init_from": "runs/eagle/drafter",
+        "step": 1200,
+        "evaluation": {"step": 1200, "tokens_per_round": 2.5, "acceptance": [0.75, 0.5]},
+    }
+    save_draft(tmp_path / "in", draft.config, draft.params, notes=notes)
+    assert to_hf.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: poss-jax\nbase_model: org/model-7b\n")
+    for line in (
+        "# Drafter for org/model-7b",
+        "2 position specialists (PosS), for lossless speculative decoding",
+        "| spans | 3,3: draft positions that each specialist serves |",
+        "| training data | sharegpt.json:0.5, own.jsonl |",
+        "| started from | runs/eagle/drafter |",
+        "| updates | 1200 |",
+        "| tokens per round on held-out conversations, one drafted chain | 2.500 |",
+        "| acceptance by draft position, given that all before it were accepted | 0.750 0.500 |",
+    ):
+        assert line in card
+    assert read(tmp_path / "out" / "config.json")["notes"] == notes
+    save_draft(tmp_path / "bare", draft.config, draft.params)
+    bare = (tmp_path / "bare" / "README.md").read_text()
+    assert "base_model" not in bare
+    assert "| training data | not recorded |" in bare
+
+
+# ------------------------------------------------------------------------------------------ targets
+
+
+def test_a_converted_target_is_the_same_target(models, tmp_path, monkeypatch):
+    source = tmp_path / "in"
+    shutil.copytree(models / "tiny63", source)
+    fixtures.tok(source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [63]}')
+    monkeypatch.setattr(output, "SHARD_BYTES", 20000)
+    assert from_hf.main([str(source), str(tmp_path / "out")]) == 0
+    index = read(tmp_path / "out" / "model.safetensors.index.json")
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) == 6
+    assert files[0] == "model-00001-of-00006.safetensors"
+    written = {name: tensor for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
+    original = load_file(source / "model.safetensors")
+    assert written.keys() == original.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    names = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, *files, "model.safetensors.index.json"}
+    one, other = (Generator.from_pretrained(str(path)) for path in (source, tmp_path / "out"))
+    assert one.models.eos_ids == other.models.eos_ids == (63, 1)
+    answers = [generator.generate([[0, 5, 9]], max_new_tokens=8)[0].token_ids for generator in (one, other)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_target_is_rounded_where_that_is_asked_for(models, tmp_path, dtype):
+    assert from_hf.main([str(models / "tiny"), str(tmp_path / "out"), "--dtype", dtype]) == 0
+    written, original = (load_torch(path / "model.safetensors") for path in (tmp_path / "out", models / "tiny"))
+    for name, tensor in original.items():
+        assert torch.equal(written[name], tensor.to(getattr(torch, dtype)))
+    assert read(tmp_path / "out" / "config.json")["torch_dtype"] == dtype
+
+
+# -------------------------------------------------------------------------------------- broken input
+
+
+def broken(models, directory, how):
+    """A target or drafter in which something is wrong."""
+    source = GOLDEN_DRAFTS / "hass" if how.startswith("drafter") else models / "tiny"
+    shutil.copytree(source, directory)
+    weights = directory / "model.safetensors"
+    if how.endswith("cut file"):
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how.endswith("wrong header"):
+        weights.write_bytes(b"\xff" * 8 + weights.read_bytes()[8:])
+    elif how.endswith("NaN weights"):
+        tensors = {name: tensor.copy() for name, tensor in load_file(weights).items()}
+        next(tensor for name, tensor in tensors.items() if name.endswith("up_proj.weight"))[3, 2] = np.nan
+        save_file(tensors, weights)
+    elif how.endswith("missing shard"):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), "model-1.safetensors")}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights.unlink()
+    elif how.endswith("a pickle that runs code"):
+        weights.unlink()
+        torch.save({"x": subprocess.Popen}, directory / "pytorch_model.bin")
+    elif how.endswith("a tensor renamed"):
+        tensors = load_file(weights)
+        name = next(name for name in tensors if name.endswith("down_proj.weight"))
+        tensors[name.replace("down", "dawn")] = tensors.pop(name)
+        save_file(tensors, weights)
+    elif how.endswith("no config"):
+        (directory / "config.json").unlink()
+
+
+MESSAGES = {
+    "cut file": "not a whole safetensors file",
+    "wrong header": "not a whole safetensors file",
+    "NaN weights": "up_proj.weight' holds values that are not finite numbers",
+    "missing shard": "names 'model-1.safetensors', which is not there",
+    "a pickle that runs code": "not a PyTorch file of tensors only",
+    "a tensor renamed": "down_proj.weight' is missing",
+    "no config": "config.json: no such file",
+}
+
+
+@pytest.mark.parametrize("how", MESSAGES)
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+def test_broken_input_is_one_line_and_leaves_nothing_behind(models, tmp_path, capsys, kind, how):
+    broken(models, tmp_path / "in", f"{kind}: {how}")
+    commands = [from_hf.main] if kind == "target" else [from_hf.main, to_hf.main]
+    for command in commands:
+        assert command([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+        shown = capsys.readouterr().err
+        assert MESSAGES[how] in shown
+        assert shown.startswith(f"error: {tmp_path}/in")
+        assert shown.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_is_there_is_never_overwritten(tmp_path, capsys, models):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("dear to me")
+    for command in (from_hf.main, to_hf.main):
+        assert command([str(GOLDEN_DRAFTS / "hass"), str(tmp_path / "out")]) == 2
+        assert "out: is there already; give another directory" in capsys.readouterr().err
+    assert from_hf.main([str(models / "tiny"), str(tmp_path / "out" / "mine")]) == 2
+    assert from_hf.main([str(models / "tiny"), str(tmp_path / "out" / "mine" / "below")]) == 2
+    assert (tmp_path / "out" / "mine").read_text() == "dear to me"
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+    (tmp_path / "empty").mkdir()
+    assert from_hf.main([str(models / "tiny"), str(tmp_path / "empty")]) == 0
+
+
+def test_a_target_has_no_spans(models, tmp_path, capsys):
+    assert from_hf.main([str(models / "tiny"), str(tmp_path / "out"), "--spans", "3,3"]) == 2
+    assert "is a target; --spans is for drafters" in capsys.readouterr().err
+
+
+def test_values_too_large_for_the_type_are_refused(tmp_path, models, capsys):
+    shutil.copytree(models / "tiny", tmp_path / "in")
+    tensors = {name: tensor.copy() for name, tensor in load_file(tmp_path / "in" / "model.safetensors").items()}
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    assert "model.norm.weight: holds values too large for float16" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+# ------------------------------------------------------------------------------------------ inspect
+
+
+def test_inspect_says_what_a_drafter_is(capsys):
+    assert inspect.main([str(GOLDEN_DRAFTS / "poss3"), "--spans", "3,3"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        f"{GOLDEN_DRAFTS}/poss3: drafter",
+        "  spans                            3,3",
+        "  specialists                      2",
+        "  tensors                          19 (19 float32)",
+        "    layers.1.mlp.up_proj.weight               float32   [128, 64]",
+        "  complete: all that the config asks for is there, and nothing else",
+    ):
+        assert line in shown.splitlines()
+
+
+def test_inspect_says_what_a_target_is_as_json(models, capsys):
+    assert inspect.main([str(models / "tiny"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["config"]["layers"], found["config"]["family"]) == ("target", 2, "llama")
+    tensors = load_file(models / "tiny" / "model.safetensors")
+    assert found["parameters"] == sum(tensor.size for tensor in tensors.values())
+    assert found["bytes"] == 4 * found["parameters"]
+    assert found["tensors"]["model.norm.weight"] == {"shape": [32], "dtype": "float32"}
+    assert found["problems"] == []
+
+
+def test_inspect_says_everything_that_is_wrong(tmp_path, capsys, models):
+    shutil.copytree(models / "draft3", tmp_path / "in")
+    path = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["layers.1.mlp.dawn"] = tensors.pop("layers.1.mlp.down_proj.weight")
+    tensors["fc.bias"] = np.zeros(33, np.float32)
+    del tensors["layers.2.self_attn.q_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(SystemExit) as ended:
+        inspect.main([str(tmp_path / "in"), "--spans", "2,2,2"])
+    assert ended.value.code == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if "problem" in line]
+    assert problems == [
+        "  problem: tensor 'fc.bias' has shape [33], expected [32]",
+        "  problem: tensor 'layers.1.mlp.down_proj.weight' is missing",
+        "  problem: tensor 'layers.2.self_attn.q_proj.weight' is missing",
+        "  problem: tensor 'layers.1.mlp.dawn' is not expected; the config has no place for it",
+    ]
+    with pytest.raises(SystemExit):
+        inspect.main([str(tmp_path / "in")])
+    shown = capsys.readouterr().out
+    assert "problem: holds 3 specialists and its config does not say which draft positions each serves" in shown
+    assert "  specialists                      3" in shown
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "tensor=2"]])
+def test_loading_needs_little_more_memory_than_the_arrays(tmp_path, mesh):
+    """The whole kind: mapping the files, or holding what was read, takes as much again as the arrays, 220 MB."""
+    host_memory.make(tmp_path / "model", 0.2)
+    command = [sys.executable, "-m", "tests.host_memory", str(tmp_path / "model"), *mesh]
+    figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert figures["arrays"] > 200e6
+    assert figures["beyond"] < figures["largest"] + 96e6
