@@ -416,20 +416,70 @@ def test_heads_that_do_not_fit_the_tensor(path):
 # --- transformers as a second opinion --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensor_type", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
+# What the gguf package can read and not write: bytes of a block, and where its half-precision scales are.
+BLOCKS_READ_ONLY = {Type.Q4_K: (144, (0, 2)), Type.Q6_K: (210, (208,))}
+WIDE = 256  # columns, for K-quantisation has blocks of 256
+
+
+def random_blocks(tensor_type, rows, columns):
+    """A matrix in a type that cannot be written: random bits, with scales that are small numbers."""
+    random = np.random.default_rng(rows)
+    size, scales = BLOCKS_READ_ONLY[tensor_type]
+    blocks = random.integers(0, 256, (rows, columns // 256, size), np.uint8)
+    for place in scales:
+        values = random.uniform(1e-3, 1e-2, (rows, columns // 256)).astype(np.float16)
+        blocks[..., place : place + 2] = values[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def write_wide_gguf(path, tensor_type):
+    """One layer of random weights whose matrices are all of one type."""
+    heads, kv_heads, vocabulary, random = 4, 2, 40, np.random.default_rng(0)
+    matrices = {"token_embd": vocabulary, "output": vocabulary, "blk.0.attn_k": WIDE // 2, "blk.0.attn_v": WIDE // 2}
+    matrices |= dict.fromkeys((f"blk.0.{n}" for n in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")), WIDE)
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"block_count": 1, "embedding_length": WIDE, "feed_forward_length": WIDE, "rope.dimension_count": WIDE // 4}
+    sizes |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads}
+    metadata = METADATA | {f"llama.{name}": size for name, size in sizes.items()}
+    metadata |= {"general.name": "wide", "tokenizer.ggml.tokens": [f"t{index}" for index in range(vocabulary)]}
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, rows in matrices.items():
+        if tensor_type in BLOCKS_READ_ONLY:
+            writer.add_tensor(f"{name}.weight", random_blocks(tensor_type, rows, WIDE), raw_dtype=tensor_type)
+        else:
+            add_tensor(writer, f"{name}.weight", random.normal(size=(rows, WIDE)).astype(np.float32), tensor_type)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        add_tensor(writer, f"{name}.weight", random.normal(size=WIDE).astype(np.float32), Type.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+EVERY_TYPE = [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q6_K]
+
+
+@pytest.mark.parametrize("tensor_type", EVERY_TYPE, ids=lambda kind: kind.name)
 def test_weights_are_those_that_transformers_reads(path, tensor_type):
     pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    metadata = {"general.name": "tiny", "tokenizer.ggml.tokens": [f"t{index}" for index in range(VOCABULARY)]}
-    checkpoint = GGUFCheckpoint(write_gguf(path, tiny_weights(), tensor_type, metadata=metadata))
+    checkpoint = GGUFCheckpoint(write_wide_gguf(path, tensor_type))
+    assert checkpoint.stored_type("model.layers.0.mlp.down_proj.weight") == tensor_type.name
     model = LlamaForCausalLM(LlamaConfig(**checkpoint.config))
     # What AutoModelForCausalLM.from_pretrained(gguf_file=...) calls, which itself needs accelerate.
     expected = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     assert set(expected) == set(checkpoint) == set(model.state_dict())
     for name, values in expected.items():
+        stored = checkpoint.stored(name)
         np.testing.assert_array_equal(checkpoint[name], values.numpy(), err_msg=name)
+        assert (stored.shape, stored.dtype) == (values.shape, np.float32)
+        part = (slice(3, 9),) * values.ndim
+        np.testing.assert_array_equal(stored[part], checkpoint[name][part])
+        assert np.abs(checkpoint[name]).max() > 0.01
 
 
 # --- tokenizers of tiny files ----------------------------------------------------------------------------
