@@ -18,8 +18,8 @@ library_name: poss-jax
 
 # Drafter for {target}
 
-{kind}, for lossless speculative decoding of {target}. It proposes trees of tokens; the target checks each tree in one
-pass and says exactly what it would have said without it.
+{kind}, for lossless speculative decoding of {target}.
+It proposes trees of tokens; the target checks each tree in one pass and says exactly what it would have said without it.
 
 | | |
 | --- | --- |
