@@ -19,7 +19,7 @@ library_name: poss-jax
 # Drafter for {target}
 
 {kind}, for lossless speculative decoding of {target}.
-It proposes trees of tokens; the target checks each tree in one pass and says exactly what it would have said without it.
+It proposes trees of tokens; the target checks each tree in one pass and says just what it would have said without it.
 
 | | |
 | --- | --- |

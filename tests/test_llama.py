@@ -12,9 +12,11 @@ from safetensors.numpy import load_file
 from convert.checkpoint import Source
 from convert.load import load_target, on_devices
 from convert.save import target_tensors
+from infer import Generator
 from poss_jax import cache, llama, sharding
 from poss_jax.config import FAMILIES, BlockConfig, RopeConfig, TargetConfig
 from poss_jax.errors import InputError
+from tests import fixtures
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -132,6 +134,21 @@ def test_logits_equal_transformers(tmp_path, name, old_style):
                 target.params, target.config, jnp.int32(tokens[index]), caches, jnp.array([index])
             )
             np.testing.assert_allclose(logits, theirs.logits[0, 0], atol=1e-4, err_msg=f"token {index}")
+
+
+@pytest.mark.parametrize("name", ["Qwen3 with biases", "Phi-3 with a window"])
+def test_trees_of_other_families_are_verified_as_transformers_generates(tmp_path, name):
+    model = make_model(tmp_path / "target", CASES[name], False)
+    block = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2}
+    fixtures.draft(tmp_path / "draft", {**fixtures.BASE, **block, "vocab_size": 96}, 2)
+    generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), spans=(2, 1))
+    slides = "attention of the target slides; texts end at its window, 32 tokens"
+    assert (slides in generator.notes) == ("window" in name)
+    prompt, options = [3, 14, 15, 92], {"max_new_tokens": 12, "ignore_eos": True}
+    (answer,) = generator.generate([prompt], levels=3, total_nodes=12, draft_top_k=4, **options)
+    with torch.no_grad():
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert answer.token_ids == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
