@@ -75,7 +75,7 @@ def paths(tmp_path_factory):
     fixtures.draft(root / "three", config, 3)
     fixtures.draft(root / "wide", {**config, "hidden_size": 48}, 1)
     fixtures.draft(root / "wordy", {**config, "vocab_size": 80}, 1)
-    fixtures.tiny(root / "mistral", model_type="mistral")
+    fixtures.tiny(root / "gemma2", model_type="gemma2")
     fixtures.tiny(root / "yarn", rope_scaling={"rope_type": "yarn", "factor": 2.0})
     for whole, cut in (("numbers", "cut_target"), ("one", "cut_draft")):
         shutil.copytree(root / whole, root / cut)
@@ -498,7 +498,7 @@ REFUSED = [
     ("--target {cut_target} --prompt-ids 0", "model.safetensors"),
     ("--target {pickled} --prompt-ids 0", "pytorch_model.bin"),
     ("--target {no_json} --prompt-ids 0", "config.json"),
-    ("--target {mistral} --prompt-ids 0", "'mistral'"),
+    ("--target {gemma2} --prompt-ids 0", "'gemma2'"),
     ("--target {yarn} --prompt-ids 0", "'yarn'"),
     (f"{IDS} --tokenizer {{root}}/absent", "absent"),
     (f"{IDS} --tokenizer {{one}}", "tokenizer"),

@@ -280,11 +280,11 @@ def test_too_high_a_learning_rate_stops_the_run(root, tmp_path, batches, capsys)
 
 
 def test_the_batch_with_a_loss_that_is_not_finite_is_named(root, tmp_path, batches, capsys):
-    """One token's embedding is infinite, and one record has it."""
+    """One token's embedding is so large that sums of it are infinite, and one record has it."""
     config = fixtures.tiny(tmp_path / "target", num_hidden_layers=1)
     fixtures.tok(tmp_path / "target")
     embedding = load_file(tmp_path / "target" / "model.safetensors")["model.embed_tokens.weight"].copy()
-    embedding[10 + 53] = np.inf  # w53
+    embedding[10 + 53] = 3e38  # w53
     replace_tensors(tmp_path / "target", {"model.embed_tokens.weight": embedding})
     assert config["vocab_size"] == 64
     records = [conversation(number) for number in range(100)]
