@@ -165,6 +165,10 @@ def test_the_best_drafter_is_that_of_the_checkpoint_marked_best(root, whole):
     assert marked == {"step": max(figures, key=lambda step: (figures[step], step)), "figure": max(figures.values())}
     config = json.loads((whole / "best" / "config.json").read_text())
     assert config["notes"]["step"] == marked["step"]
+    assert config["notes"]["data"] == [str(root / "data.json")]
+    (line,) = (line for line in lines(whole, "evaluations.jsonl") if line["step"] == marked["step"])
+    assert config["notes"]["evaluation"] == line
+    assert f"one drafted chain | {line['tokens_per_round']:.3f} |" in (whole / "best" / "README.md").read_text()
     best, state = exported(whole, "best"), saved(whole, marked["step"])[0]
     np.testing.assert_array_equal(best["fc.weight"], state["params/fc/kernel"].T)
     for index in range(2):
