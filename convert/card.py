@@ -1,11 +1,12 @@
 """The model card of a drafter: what a stranger who finds its folder must know."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from poss_jax.config import DraftConfig, format_spans
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)")
 NOT_RECORDED = "not recorded"
 
 _TEXT = """---
@@ -34,7 +35,7 @@ It proposes trees of tokens; the target checks each tree in one pass and says ju
 | tokens per round on held-out conversations, one drafted chain | {tokens_per_round} |
 | acceptance by draft position, given that all before it were accepted | {acceptance} |
 
-With [poss-jax](https://arxiv.org/abs/2506.03566):
+With poss-jax:
 
     python -m infer.generate --target {placed_target} --draft THIS_FOLDER "Why is the sky blue?"
 """
@@ -44,26 +45,32 @@ def model_card(config: DraftConfig, parameters: int, notes: dict[str, Any] | Non
     """The text of README.md. `notes` may hold `target`, `data`, `init_from`, `step` and `evaluation`, as `train.run`
     writes them; what they lack the card calls not recorded.
     """
-    notes = notes or {}
-    target, evaluation = notes.get("target"), notes.get("evaluation") or {}
-    data, acceptance = notes.get("data"), evaluation.get("acceptance")
-    is_hub_id = isinstance(target, str) and HUB_ID.fullmatch(target)
+    notes = notes if isinstance(notes, dict) else {}  # of a config that others may have written
+    target, evaluation = notes.get("target"), notes.get("evaluation")
+    evaluation = evaluation if isinstance(evaluation, dict) else {}
+    is_hub_id = HUB_ID.fullmatch(str(target)) and not Path(str(target)).exists()
+    data, one_of = notes.get("data"), notes.get("specialist")
     return _TEXT.format(
         base_model=f"base_model: {target}\n" if is_hub_id else "",
         target=target or "a target that is not recorded",
         placed_target=target or "TARGET",
-        kind=_kind(config.spans),
+        kind=f"Specialist {one_of}" if one_of else _kind(config.spans),
         spans=format_spans(config.spans),
         specialists=len(config.spans),
         parameters=parameters,
         hidden=config.block.hidden_size,
         vocabulary=config.vocab_size,
-        data=", ".join(data) if isinstance(data, list) else data or NOT_RECORDED,
+        data=", ".join(map(str, data)) if isinstance(data, list) else data or NOT_RECORDED,
         init_from=notes.get("init_from") or NOT_RECORDED,
         step=notes.get("step", NOT_RECORDED),
-        tokens_per_round=f"{evaluation['tokens_per_round']:.3f}" if evaluation else NOT_RECORDED,
-        acceptance=" ".join(f"{share:.3f}" for share in acceptance) if acceptance else NOT_RECORDED,
+        tokens_per_round=_figures(evaluation.get("tokens_per_round")),
+        acceptance=_figures(evaluation.get("acceptance")),
     )
+
+
+def _figures(values: Any) -> str:
+    values = values if isinstance(values, list) else [values]
+    return " ".join(f"{value:.3f}" for value in values if isinstance(value, int | float)) or NOT_RECORDED
 
 
 def _kind(spans: tuple[int, ...]) -> str:

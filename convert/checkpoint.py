@@ -5,8 +5,8 @@ Nothing is cast and nothing is renamed here. Every failure is an InputError that
 
 import dataclasses
 import json
-import pickle
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from convert.gguf import GGUFCheckpoint
 from poss_jax.errors import InputError
 
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+SECOND_COPIES = ("consolidated*", "original/*")  # of the weights, in the makers' own layout
 LONGEST_NAME = 255  # bytes of one part of a path; the operating system refuses to look up longer ones
 SAFETENSORS_DTYPES = {
     "F64": np.float64,
@@ -28,7 +29,12 @@ SAFETENSORS_DTYPES = {
     **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BOOL": np.bool_,
 }
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def locate(name: str | Path) -> Path:
@@ -38,8 +44,7 @@ def locate(name: str | Path) -> Path:
     """
     name = str(name)
     path = Path(name).expanduser()
-    if not name or len(path.name.encode()) > LONGEST_NAME or "\0" in name:
-        raise InputError(f"{name!r} is not the name of a file or directory")
+    check_name(name)
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
@@ -52,12 +57,18 @@ def locate(name: str | Path) -> Path:
     return _download(name)
 
 
+def check_name(name: str) -> None:
+    """Raises InputError for what no operating system takes for a path."""
+    if not name or "\0" in name or max(len(part.encode()) for part in Path(name).parts or ("",)) > LONGEST_NAME:
+        raise InputError(f"{name!r} is not the name of a file or directory")
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # only users of hub ids wait for this import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(hub_id, allow_patterns=[*HUB_FILES]))
+        directory = Path(snapshot_download(hub_id, allow_patterns=[*HUB_FILES], ignore_patterns=[*SECOND_COPIES]))
         if not any(directory.glob("*.safetensors")):
             snapshot_download(hub_id, allow_patterns=["*.bin"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -115,6 +126,8 @@ def open_tensors(directory: Path) -> Mapping[str, np.ndarray]:
         return SafetensorsFiles.sharded(directory / "model.safetensors.index.json")
     if (directory / "pytorch_model.bin").exists():
         return read_torch_file(directory / "pytorch_model.bin")
+    if (directory / "pytorch_model.bin.index.json").exists():
+        return _read_torch_files(directory / "pytorch_model.bin.index.json")
     raise InputError(f"{directory}: holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
@@ -122,15 +135,13 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
     """Tensors of one or several safetensors files, read one by one when asked for."""
 
     def __init__(self, files: dict[str, Path]):
-        self._stored: dict[str, StoredTensor] = {}
+        found: dict[str, StoredTensor] = {}
         for path in sorted(set(files.values())):
             with _open_safetensors(path) as handle:
-                held = set(handle.keys())
-                for name in (name for name, place in files.items() if place == path):
-                    if name not in held:
-                        raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
-                    self._stored[name] = StoredTensor.find(path, name, handle)
-        self._stored = {name: self._stored[name] for name in files}
+                held = list(handle.keys())
+                _check_index(files, path, held)
+                found |= {name: StoredTensor.find(path, name, handle) for name in held}
+        self._stored = {name: found[name] for name in files}
 
     @classmethod
     def single(cls, path: Path) -> "SafetensorsFiles":
@@ -139,15 +150,7 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
 
     @classmethod
     def sharded(cls, index: Path) -> "SafetensorsFiles":
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise InputError(f"{index}: holds no weight_map")
-        if not all(isinstance(file, str) for file in weight_map.values()):
-            raise InputError(f"{index}: its weight_map must give a file name for every tensor")
-        missing = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
-        if missing:
-            raise InputError(f"{index}: names {missing[0]!r}, which is not there")
-        return cls({name: index.parent / file for name, file in weight_map.items()})
+        return cls(_read_index(index))
 
     def stored(self, name: str) -> "StoredTensor":
         """A tensor that is left in its file."""
@@ -161,6 +164,29 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: holds no weight_map")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputError(f"{index}: its weight_map must give a file name for every tensor")
+    missing = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
+    if missing:
+        raise InputError(f"{index}: names {missing[0]!r}, which is not there")
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def _check_index(files: Mapping[str, Path], path: Path, held: Iterable[str]) -> None:
+    """Raises InputError where a file does not hold just the tensors that the index puts there."""
+    expected = {name for name, place in files.items() if place == path}
+    for name in sorted(expected.difference(held)):
+        raise InputError(f"{path}: lacks tensor {name!r}, which the index puts there")
+    for name in sorted(set(held) - expected):
+        where = f"puts into {files[name].name}" if name in files else "does not list"
+        raise InputError(f"{path}: holds tensor {name!r}, which the index {where}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +228,20 @@ def _open_safetensors(path: Path):
         raise InputError(f"{path}: not a whole safetensors file ({error})") from error
 
 
+def _read_torch_files(index: Path) -> dict[str, np.ndarray]:
+    files, tensors = _read_index(index), {}
+    for path in sorted(set(files.values())):
+        held = read_torch_file(path)
+        _check_index(files, path, held)
+        tensors |= held
+    return {name: tensors[name] for name in files}
+
+
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a PyTorch checkpoint, which must hold nothing but tensors. Needs torch."""
+    """All tensors of a PyTorch checkpoint, which must hold nothing but tensors. Needs torch.
+
+    Values stay in the file until they are used, unless it is in torch's oldest format.
+    """
     try:
         import torch  # an optional dependency, only for these files
     except ImportError:
@@ -211,9 +249,10 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
             f"{path}: reading .bin files needs torch (pip install torch), or convert it to safetensors"
         ) from None
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: not a PyTorch file of tensors only ({first_line(error)})") from error
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged pickle can raise any; torch's own texts advise to run what is in it
+        reason = f"{type(error).__name__}, so it is damaged or holds more"
+        raise InputError(f"{path}: not a PyTorch file of tensors only ({reason})") from error
     if not isinstance(tensors, dict):
         raise InputError(f"{path}: holds a {type(tensors).__name__}, expected a dictionary of tensors")
     return {name: _to_numpy(path, name, tensor) for name, tensor in tensors.items()}
@@ -225,8 +264,8 @@ def _to_numpy(path: Path, name: Any, tensor: Any) -> np.ndarray:
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise InputError(f"{path}: {name!r} is a {type(tensor).__name__}, expected tensors under their names")
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        raise InputError(f"{path}: {name!r} is a sparse tensor; store it dense")
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{path}: {name!r} is a sparse or lazily changed tensor; store it dense")
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own: carry the bits over
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:

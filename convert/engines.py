@@ -1,8 +1,9 @@
 """How other programs want a drafter: which architecture they look for, and what they cannot run.
 
-`eagle` is the published layout of EAGLE-1 and EAGLE-2 (and HASS). vLLM and SGLang read the same tensor names. Both take
-the `bias` of a config for biases of attention, which EAGLE's own code takes for that of `fc`; so it is false there.
-vLLM's `fc` has no bias and SGLang's always has one. Both draft with the target's embedding.
+`eagle` is the published layout of EAGLE-1 and EAGLE-2 (and HASS), whose code wants the target's embedding in the file.
+vLLM and SGLang read the same tensor names and draft with the target's embedding themselves. Both take the `bias` of a
+config for biases of attention, which EAGLE's code takes for that of `fc`; so it is false there. vLLM's `fc` has no bias
+and SGLang's always has one.
 """
 
 import dataclasses
@@ -10,27 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.config import SGLANG_ARCHITECTURE, DraftConfig, format_spans
+from poss_jax.config import ROPE_KINDS, BlockConfig, DraftConfig, format_spans
 from poss_jax.errors import InputError
+from poss_jax.rotary import name_scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A reader of drafters with one specialist. fc_bias: whether its `fc` has a bias; None: as the config says.
-    query_key_value_bias, embedding: whether it can have these.
+    query_key_value_bias: whether it can have these. embedding: whether it wants one in the file; others take the
+    target's. rotary: the scalings it knows. head_dim: whether that may be another than hidden size / heads.
     """
 
     architecture: str
     fc_bias: bool | None = None
     query_key_value_bias: bool = True
-    embedding: bool = True
+    embedding: bool = False
+    rotary: tuple[str, ...] = ROPE_KINDS
+    head_dim: bool = True
 
 
+SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 ENGINES = {
-    "eagle": Engine("LlamaForCausalLM"),
-    "vllm": Engine("EagleLlamaForCausalLM", fc_bias=False, embedding=False),
-    "sglang": Engine(SGLANG_ARCHITECTURE, fc_bias=True, query_key_value_bias=False, embedding=False),
+    "eagle": Engine("LlamaForCausalLM", embedding=True, rotary=("default", "linear", "dynamic"), head_dim=False),
+    "vllm": Engine("EagleLlamaForCausalLM", fc_bias=False),
+    "sglang": Engine(SGLANG_ARCHITECTURE, fc_bias=True, query_key_value_bias=False),
 }
+EMBEDDING = "embed_tokens.weight"
 FORMATS = ("poss", *ENGINES)
 
 
@@ -42,13 +49,15 @@ def for_engine(
 
     Raises InputError saying why an engine cannot run the drafter.
     """
+    rope = name_scaling(config.block.rope, config.block.head_dim)
+    config = dataclasses.replace(config, block=dataclasses.replace(config.block, rope=rope))
     contents = config.to_hf()
     if name == "poss":
         return contents, tensors
     engine, tensors = ENGINES[name], dict(tensors)
     _check(name, engine, config, tensors)
     if not engine.embedding:
-        tensors.pop("embed_tokens.weight", None)
+        tensors.pop(EMBEDDING, None)
     if engine.fc_bias is False:
         tensors.pop("fc.bias", None)
     if engine.fc_bias is True and "fc.bias" not in tensors:
@@ -70,12 +79,37 @@ def _check(name: str, engine: Engine, config: DraftConfig, tensors: dict[str, np
         raise InputError(f"format {name} has no bias in fc, and this drafter's is not zero; it would draft worse")
     if not engine.query_key_value_bias and config.query_key_value_bias:
         raise InputError(f"format {name} has no biases of queries, keys and values alone, as this drafter has")
+    if engine.embedding and EMBEDDING not in tensors:
+        raise InputError(f"format {name} holds the target's embedding, and this drafter does not; give --target MODEL")
+    _check_positions(name, engine, config.block)
 
 
-def only_specialist(config: DraftConfig, params: dict[str, Any], number: int) -> tuple[DraftConfig, dict[str, Any]]:
-    """A drafter of one specialist of another drafter. Raises InputError if there is no such specialist."""
+def _check_positions(name: str, engine: Engine, block: BlockConfig) -> None:
+    rope = block.rope
+    if rope.kind not in engine.rotary or rope.frequency_factors:
+        kind = "factors of its own" if rope.frequency_factors else f"type {rope.kind!r}"
+        raise InputError(f"format {name} has no rotary scaling of {kind}, as this drafter has")
+    if engine.rotary != ROPE_KINDS and rope.kind != "default" and rope.theta != 10000.0:
+        raise InputError(
+            f"format {name} forgets rope_theta where positions are scaled; this drafter's is {rope.theta:g}"
+        )
+    if not engine.head_dim and block.head_dim * block.num_heads != block.hidden_size:
+        raise InputError(
+            f"format {name} divides the hidden size by the number of heads; this drafter has {block.num_heads} of "
+            f"{block.head_dim} for {block.hidden_size}"
+        )
+
+
+def only_specialist(
+    config: DraftConfig, params: dict[str, Any], notes: Any, number: int
+) -> tuple[DraftConfig, dict[str, Any], dict[str, Any]]:
+    """A drafter of one specialist of another drafter, and what of the other's notes is true of it. Raises InputError if
+    there is no such specialist.
+    """
     if not 0 <= number < len(config.spans):
         raise InputError(f"--specialist {number}: the drafter has specialists 0 to {len(config.spans) - 1}")
     kept = {name: value for name, value in params.items() if not name.startswith("specialist_")}
     kept["specialist_0"] = params[f"specialist_{number}"]
-    return dataclasses.replace(config, spans=(config.spans[number],)), kept
+    notes = {name: value for name, value in notes.items() if name != "evaluation"} if isinstance(notes, dict) else {}
+    notes["specialist"] = f"{number} of a PosS drafter with spans {format_spans(config.spans)}, alone"
+    return dataclasses.replace(config, spans=(config.spans[number],)), kept, notes

@@ -2,7 +2,8 @@
 
     python -m convert.inspect PATH
 
-Only headers are read. It says everything that is wrong, and exits with 1 where the checkpoint could not be loaded.
+Values are not looked at. It says everything that is wrong, and exits with 1 where the checkpoint could not be loaded,
+with 2 where it could not even be opened.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from convert.command import OneLineParser, exit_status
 from convert.gguf import GGUFCheckpoint
 from convert.load import count_specialists, draft_plan, is_draft, target_plan
 from convert.names import Entry
-from convert.stored import COMPUTED, expected_shapes, stored
+from convert.stored import COMPUTED, expected_shapes, misfit, stored
 from poss_jax.config import BlockConfig, DraftConfig, TargetConfig, format_spans, parse_spans
 from poss_jax.errors import InputError
 
@@ -78,10 +79,8 @@ def _plan(source: Source, spans: tuple[int, ...] | None) -> tuple[str, dict[str,
 def _misfits(entries: Sequence[Entry], tensors: Mapping[str, Any]) -> Iterator[str]:
     expected = expected_shapes(entries)
     for name, shape in expected.items():
-        if name not in tensors:
-            yield f"tensor {name!r} is missing"
-        elif tuple(tensors[name].shape) != shape:
-            yield f"tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+        if problem := misfit(name, tensors.get(name), shape):
+            yield problem
     unused = {"lm_head.weight"} if "model.embed_tokens.weight" in expected else set()  # a tied head stored again
     for name in tensors:
         if name not in expected and name not in unused and not COMPUTED.match(name):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from convert.checkpoint import Source
+from convert.engines import SGLANG_ARCHITECTURE
 from convert.layout import Same, pieces, whole
 from convert.names import Entry, draft_entries, target_entries, tree_of
 from convert.stored import Parameter, Tensors, stored
@@ -21,6 +22,7 @@ from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
 
+EAGLE_3 = ("midlayer.", "t2d", "d2t")  # how names of tensors begin that only such heads have
 EMBEDDING, HEAD, DRAFT_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"
 
 Place = Callable[[Parameter | np.ndarray, ParameterSpec], Any]
@@ -42,9 +44,15 @@ def on_devices(dtype: Any, mesh: Mesh | None = None) -> Place:
         array = array.astype(jnp.dtype(dtype))
         if mesh is None:
             return jnp.asarray(np.asarray(array))
-        return jax.make_array_from_callback(
-            array.shape, sharding.parameter_sharding(mesh, spec), lambda index: np.asarray(array[index])
-        )
+        parts: dict[str, np.ndarray] = {}  # devices that hold the same part share one reading of it
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            key = str(index)  # slices cannot be keys before Python 3.12
+            if key not in parts:
+                parts[key] = np.asarray(array[index])
+            return parts[key]
+
+        return jax.make_array_from_callback(array.shape, sharding.parameter_sharding(mesh, spec), part)
 
     return place
 
@@ -52,8 +60,8 @@ def on_devices(dtype: Any, mesh: Mesh | None = None) -> Place:
 def load_target(source: Source, place: Place) -> Loaded:
     """A target; see `llama.parameter_specs` for the parameters.
 
-    Everything is checked before any weight is read. Raises InputError naming the file and the field or tensor that does
-    not fit.
+    Names, shapes and types are all checked before a weight is read. Raises InputError naming the file and the field or
+    tensor that does not fit.
     """
     config, entries, tensors = target_plan(source)
     return Loaded(config, _placed(entries, tensors, place))
@@ -63,11 +71,14 @@ def target_plan(source: Source) -> tuple[TargetConfig, list[Entry], Tensors]:
     """What a target is made of, as far as config and names say."""
     with _naming(source):
         config = TargetConfig.from_hf(source.config)
-    if config.tie_embeddings and _has_own_head(source.tensors):
-        config = dataclasses.replace(config, tie_embeddings=False)
+    if config.tie_embeddings and HEAD in source.tensors:  # some files hold the tied matrix twice
+        own = dataclasses.replace(config, tie_embeddings=False)
+        parameters(target_entries(own), Tensors(source.tensors, source.path))  # before values are looked at
+        if _has_own_head(source.tensors):
+            config = own
     tensors = Tensors(source.tensors, source.path)
     if config.tie_embeddings:
-        tensors.drop(HEAD)  # some files hold the tied matrix twice
+        tensors.drop(HEAD)
     return config, target_entries(config), tensors
 
 
@@ -87,6 +98,8 @@ def draft_plan(source: Source, spans: Sequence[int] | None = None) -> tuple[Draf
     spans = _spans(source, spans)
     with _naming(source):
         config = DraftConfig.from_hf(source.config, spans)
+    if SGLANG_ARCHITECTURE in (source.config.get("architectures") or ()):
+        config = dataclasses.replace(config, fc_bias=True)
     return config, draft_entries(config, embed=DRAFT_EMBEDDING in source.tensors), Tensors(source.tensors, source.path)
 
 
@@ -119,17 +132,15 @@ def _naming(source: Source) -> Iterator[None]:
 def _has_own_head(tensors: Mapping[str, np.ndarray]) -> bool:
     """Whether a config that says tied is contradicted by a stored head with other values; then that head is used,
     as transformers does."""
-    if HEAD not in tensors or EMBEDDING not in tensors:
-        return False
     head, embedding = stored(tensors, HEAD), stored(tensors, EMBEDDING)
-    if head.shape != embedding.shape:
-        return True
     parts = pieces(Same(), whole(head.shape), head.dtype.itemsize)
     return not all(np.array_equal(head[part], embedding[part]) for part in parts)
 
 
 def count_specialists(source: Source) -> int:
     """How many specialists a drafter's checkpoint holds. Raises InputError if there is none."""
+    if any(name.startswith(EAGLE_3) for name in source.tensors):
+        raise InputError(f"{source.path}: is an EAGLE-3 head, which reads several layers' features; not supported")
     matches = [re.match(r"layers\.(\d+)\.", name) for name in source.tensors]
     specialists = len({match.group(1) for match in matches if match})
     if not specialists:

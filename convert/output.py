@@ -4,12 +4,17 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from convert.checkpoint import check_name
 from poss_jax.errors import InputError
 
 SHARD_BYTES = 2 * 2**30  # of one file, all of which is in memory while it is written
@@ -19,22 +24,47 @@ SHARD_BYTES = 2 * 2**30  # of one file, all of which is in memory while it is wr
 def new_directory(path: str | Path) -> Iterator[Path]:
     """A directory beside `path` to write to, which becomes `path` when the block ends without an error.
 
-    After an error nothing is left. Raises InputError where `path` holds something already or cannot be written.
+    After an error, SIGINT or SIGTERM nothing is left. Raises InputError where `path` holds something already or cannot
+    be written.
     """
-    path = Path(path).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path}: is there already; give another directory, or remove it")
+    check_name(str(path))
+    path = Path(path).expanduser().absolute()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    created = [unfinished, *(parent for parent in path.parents if not parent.exists())]
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if path.exists():
-            path.rmdir()
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        with _ended_by_sigterm():
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise InputError(f"{path}: is there already; give another directory, or remove it")
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            if path.exists():
+                path.rmdir()
+            os.replace(unfinished, path)
+            created = []
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    except InputError as error:  # users know the directory by the name that they gave
+        raise InputError(str(error).replace(str(unfinished), str(path))) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for directory in created:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end what is inside as an exception does, so that it can be cleaned up after."""
+
+    def end(number, frame):
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -30,6 +30,7 @@ from safetensors.numpy import save
 from convert.card import model_card
 from convert.engines import for_engine
 from convert.names import Entry, draft_entries, leaves_of, target_entries
+from convert.stored import common_dtype
 from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.errors import InputError
 
@@ -139,6 +140,6 @@ def _write_files(directory: Path, writers: dict[str, Callable[[Path], Any]]) -> 
 
 
 def stored_dtype(params: dict[str, Any]) -> str:
-    """The narrowest of `DTYPES` that holds every value exactly."""
-    found = np.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)]).name
+    """The narrowest of `DTYPES` that holds every value as it is stored (float64 is rounded to float32)."""
+    found = common_dtype(leaf.dtype for leaf in jax.tree.leaves(params)).name
     return found if found in DTYPES else "float32"

@@ -76,6 +76,8 @@ class Parameter:
         along = (slice(None),) * layout.axis
         for piece in pieces(layout, index, self.dtype.itemsize):
             parts = [self._read(number, part) for number, part in enumerate(layout.pick(piece))]
+            common = common_dtype(part.dtype for part in parts)  # numpy cannot join bfloat16 and float16
+            parts = [part.astype(common, copy=False) for part in parts]
             joined, offset = layout.join(*parts), piece[layout.axis].start - first
             with np.errstate(over="ignore"):  # beyond the range of a narrower type a value becomes infinite
                 for start in range(0, joined.shape[layout.axis], COPY_ROWS):
@@ -123,7 +125,7 @@ class Tensors:
             parts = tuple(self._take(name, shape) for name, shape in zip(entry.names, shapes, strict=True))
         else:
             parts = self._take_joined(entry.names[0], shapes)
-        return Parameter(entry, parts, np.result_type(*[part.dtype for part in parts]), self._path)
+        return Parameter(entry, parts, common_dtype(part.dtype for part in parts), self._path)
 
     def _take_joined(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Rows, ...]:
         """The parts of a tensor that holds several one after another."""
@@ -132,14 +134,10 @@ class Tensors:
         return tuple(Rows(tensor, sum(sizes[:number]), shape) for number, shape in enumerate(shapes))
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Stored:
-        if name not in self._left:
-            raise InputError(f"{self._path}: tensor {name!r} is missing")
+        tensor = stored(self._source, name) if name in self._left else None
+        if problem := misfit(name, tensor, shape):
+            raise InputError(f"{self._path}: {problem}")
         self._left.remove(name)
-        tensor = stored(self._source, name)
-        if tuple(tensor.shape) != shape:
-            raise InputError(f"{self._path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
-            raise InputError(f"{self._path}: tensor {name!r} holds {tensor.dtype}, expected floating point numbers")
         return tensor
 
     def drop(self, name: str) -> None:
@@ -152,6 +150,23 @@ class Tensors:
             names = sorted(self._left)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(f"{self._path}: unexpected tensor {names[0]!r}{more}; the config has no place for it")
+
+
+def misfit(name: str, tensor: Stored | None, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with a tensor (None: it is not there) that should have a shape."""
+    if tensor is None:
+        return f"tensor {name!r} is missing"
+    if tuple(tensor.shape) != shape:
+        return f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+    if not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
+        return f"tensor {name!r} holds {tensor.dtype}, expected floating point numbers"
+    return None
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """The narrowest type that holds the values of all; float32 for bfloat16 and float16 together."""
+    kinds = set(map(np.dtype, dtypes))
+    return np.dtype(np.float32) if kinds == set(EXPONENTS) else np.result_type(*kinds)
 
 
 def expected_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from convert.checkpoint import Source, locate, read_json
-from convert.gguf import GGUFCheckpoint
+from convert.checkpoint import Source, read_json
 from convert.load import Loaded, Place, load_draft, load_target, on_devices
-from convert.tokenizer import load_tokenizer
+from convert.tokenizer import tokenizer_for
 from poss_jax import sharding
 from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
@@ -74,16 +73,6 @@ def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:
     if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
         raise InputError(f"{source.path}: eos_token_id {declared!r} must be a token id or a list of them")
     return tuple(dict.fromkeys(ids))
-
-
-def tokenizer_for(source: Source, name: str | Path | None):
-    """The tokenizer of a target, or the one called `name`; None if the target has none."""
-    if name is None:
-        return load_tokenizer(source.path, source.tensors if isinstance(source.tensors, GGUFCheckpoint) else None)
-    tokenizer = load_tokenizer(locate(name))
-    if tokenizer is None:
-        raise InputError(f"{name}: holds no tokenizer")
-    return tokenizer
 
 
 def _place_on(mesh_text: str | None, dtype: jnp.dtype) -> tuple[Place, list[str]]:

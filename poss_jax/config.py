@@ -8,7 +8,7 @@ from typing import Any
 from poss_jax.errors import InputError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
-SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"  # drafters of SGLang say so; their `fc` always has a bias
+FACTORS = "rope_frequency_factors"  # a field that only we know
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -53,7 +53,7 @@ class RopeConfig:
             extra["low_frequency_factor"] = _real(scaling, "low_freq_factor", where=where)
             extra["high_frequency_factor"] = _real(scaling, "high_freq_factor", where=where)
             max_position = _whole(scaling, "original_max_position_embeddings", max_position, where=where)
-        factors = tuple(float(f) for f in config.get("rope_frequency_factors") or ())
+        factors = tuple(_real({"rope_frequency_factors": f}, "rope_frequency_factors") for f in _list(config, FACTORS))
         return cls(kind=kind, theta=theta, max_position=max_position, frequency_factors=factors, **extra)
 
     def to_hf(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class RopeConfig:
             }
             fields["max_position_embeddings"] = math.ceil(self.max_position * self.factor)
         if self.frequency_factors:
-            fields["rope_frequency_factors"] = list(self.frequency_factors)
+            fields[FACTORS] = list(self.frequency_factors)
         return fields
 
 
@@ -200,11 +200,9 @@ class TargetConfig:
         """
         kind = config.get("model_type", "llama")
         _refuse_experts(config)
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             raise InputError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
-        if config.get("quantization_config"):
-            method = _mapping(config, "quantization_config").get("quant_method", "unknown")
-            raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
+        _refuse_quantised(config)
         family = FAMILIES[kind]
         config = {**family.defaults, **config}
         block, layers = BlockConfig.from_hf(config), _whole(config, "num_hidden_layers")
@@ -232,6 +230,12 @@ def _refuse_experts(config: Mapping[str, Any]) -> None:
             raise InputError(f"mixtures of experts are not supported, and the config has {name} {config[name]!r}")
 
 
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = _mapping(config, "quantization_config").get("quant_method", "unknown")
+        raise InputError(f"weights quantised with {method!r} are not supported; use the unquantised checkpoint")
+
+
 def _flag(config: Mapping[str, Any], says: bool | str) -> bool:
     return bool(config.get(says, False)) if isinstance(says, str) else says
 
@@ -241,8 +245,11 @@ def _window(config: Mapping[str, Any], layers_with_windows: str, layers: int) ->
     if not layers_with_windows or config.get("sliding_window") is None:
         return None
     if layers_with_windows == "upper":
-        kinds = config.get("layer_types") or ["sliding_attention"] * (layers - (config.get("max_window_layers") or 0))
-        if not config.get("use_sliding_window") or "sliding_attention" not in kinds:
+        full = config.get("max_window_layers") or 0
+        kinds = _list(config, "layer_types")
+        if not isinstance(full, int):
+            raise InputError(f"the config has max_window_layers {full!r}, expected a whole number")
+        if not config.get("use_sliding_window") or not ("sliding_attention" in kinds if kinds else layers > full):
             return None
     return _whole(config, "sliding_window")
 
@@ -270,12 +277,12 @@ class DraftConfig:
         """From a published draft `config.json`, whose `bias` (true if absent) is the bias of `fc`, and whose `qkv_bias`
         (false if absent) are those of queries, keys and values, which drafters of Qwen2 have.
         """
-        of_sglang = SGLANG_ARCHITECTURE in (config.get("architectures") or ())
+        _refuse_quantised(config)
         return cls(
             block=BlockConfig.from_hf(config),
             vocab_size=_whole(config, "vocab_size"),
             spans=tuple(spans),
-            fc_bias=of_sglang or bool(config.get("bias", True)),
+            fc_bias=bool(config.get("bias", True)),
             query_key_value_bias=bool(config.get("qkv_bias", False)),
         )
 
@@ -360,4 +367,12 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise InputError(f"the config has {name} {value!r}, expected an object")
+    return value
+
+
+def _list(config: Mapping[str, Any], name: str) -> list:
+    """A list; [] where the field is absent or null."""
+    value = config.get(name) or []
+    if not isinstance(value, list):
+        raise InputError(f"the config has {name} {value!r}, expected a list")
     return value

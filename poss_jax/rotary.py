@@ -58,6 +58,19 @@ def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     return np.where((wavelength >= shortest) & (wavelength <= longest), blended, scaled)
 
 
+def name_scaling(rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """The same rotation with its scaling by name, where it was given as factors and is that of Llama 3.1 or 3.2.
+
+    GGUF files hold only the factors, which other programs than ours do not look for in a config. Other factors are
+    left as they are.
+    """
+    if not rope.frequency_factors or rope.kind != "default":
+        return rope
+    named = RopeConfig("llama3", rope.theta, max(rope.frequency_factors), 1.0, 4.0, max_position=8192)
+    factors = _frequencies(RopeConfig(theta=rope.theta), head_dim) / _frequencies(named, head_dim)
+    return named if np.allclose(factors, rope.frequency_factors, rtol=1e-3) else rope
+
+
 def _dynamic_frequencies(rope: RopeConfig, head_dim: int, lengths: jax.Array) -> jax.Array:
     """NTK-aware scaling: the base grows with the length once that passes `max_position`."""
     length = jnp.maximum(lengths, rope.max_position).astype(jnp.float32)[..., None]

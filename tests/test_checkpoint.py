@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from infer import Generator
 from poss_jax.errors import InputError
@@ -331,6 +331,13 @@ def corrupt_index(change):
     return corrupt
 
 
+def put_twice(directory):
+    """A tensor in two shards, with other values in the one that the index does not name for it."""
+    tensors = load_file(directory / SHARD3)
+    tensors["model.embed_tokens.weight"] = load_file(directory / SHARD1)["model.embed_tokens.weight"] + 1
+    save_file(tensors, directory / SHARD3)
+
+
 SHARD1, SHARD3 = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
 
 
@@ -342,7 +349,11 @@ SHARD1, SHARD3 = "model-00001-of-00003.safetensors", "model-00003-of-00003.safet
             corrupt_index(lambda index: index["weight_map"].update({"a.weight": SHARD1})),
             f"{SHARD1}: lacks tensor 'a.weight'",
         ),
-        (corrupt_index(lambda index: index["weight_map"].pop("lm_head.weight")), "'lm_head.weight' is missing"),
+        (
+            corrupt_index(lambda index: index["weight_map"].pop("lm_head.weight")),
+            f"{SHARD3}: holds tensor 'lm_head.weight', which the index does not list",
+        ),
+        (put_twice, f"{SHARD3}: holds tensor 'model.embed_tokens.weight', which the index puts into {SHARD1}"),
         (corrupt_index(lambda index: index.pop("weight_map")), "index.json: holds no weight_map"),
         (corrupt_index(lambda index: index.update(weight_map=[])), "index.json: holds no weight_map"),
         (corrupt_index(lambda index: index["weight_map"].update({"lm_head.weight": 3})), "index.json"),

@@ -1,7 +1,10 @@
 """The commands of conversion: what goes in comes out, others can read it, and broken input leaves nothing behind."""
 
+import dataclasses
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -9,20 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from convert import from_hf, inspect, output, to_hf
+from convert.card import model_card
 from convert.checkpoint import Source
+from convert.engines import for_engine
 from convert.load import in_numpy, load_draft, on_devices
 from convert.save import save_draft
-from infer import Generator
+from infer import Generator, demo
+from poss_jax import rotary
 from poss_jax.config import BlockConfig, DraftConfig, RopeConfig
+from poss_jax.errors import InputError
 from poss_jax.specialist import BoundDrafter, Drafter, init_draft
 from tests import fixtures, golden_data, host_memory
 
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file as load_torch  # noqa: E402
+from safetensors.torch import save_file as save_torch  # noqa: E402
 
 from tests.torch_drafter import TorchDrafter  # noqa: E402
 
@@ -94,18 +103,21 @@ def test_drafters_of_other_kinds_of_files_keep_every_value(tmp_path, source):
 @pytest.mark.parametrize(
     ("name", "layout"), [("poss3", "poss"), ("poss1", "poss"), ("hass", "eagle"), ("qwen2", "eagle")]
 )
-def test_exports_load_strictly_into_pytorch_and_give_the_same_outputs(tmp_path, name, layout):
+def test_exports_load_strictly_into_pytorch_and_give_the_same_outputs(models, tmp_path, name, layout):
+    """The one for Qwen2 has no embedding; its target's is written, since EAGLE's code wants one."""
     source = with_biases(tmp_path / "qwen2") if name == "qwen2" else GOLDEN_DRAFTS / name
     spans = (6,) if name == "qwen2" else golden_data.spans(name)
     arguments = [str(source), str(tmp_path / "out"), "--format", layout, "--spans", ",".join(map(str, spans))]
+    if name == "qwen2":
+        arguments += ["--target", str(models / "tiny")]
     assert to_hf.main(arguments) == 0
     config, tensors = read(tmp_path / "out" / "config.json"), load_torch(tmp_path / "out" / "model.safetensors")
     loaded = load_draft(Source.open(source), on_devices("float32"), spans)
     random = np.random.default_rng(3)
-    embedding = tensors.pop("embed_tokens.weight", torch.tensor(random.normal(size=(config["vocab_size"], 1)))).float()
-    embedding = embedding.expand(-1, config["hidden_size"]).contiguous()
+    embedding = load_torch(models / "tiny" / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = torch.tensor(loaded.params["embed"].tolist()) if "embed" in loaded.params else embedding
     theirs = TorchDrafter(config, len(loaded.config.spans))
-    theirs.load_state_dict({**tensors, "embed_tokens.weight": embedding}, strict=True)
+    theirs.load_state_dict(tensors, strict=True)
     tokens = random.integers(0, config["vocab_size"], (2, 9))
     features = random.normal(size=(2, 9, config["hidden_size"])).astype(np.float32)
     modules = {key: value for key, value in loaded.params.items() if key != "embed"}
@@ -114,7 +126,7 @@ def test_exports_load_strictly_into_pytorch_and_give_the_same_outputs(tmp_path, 
     )
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens), torch.tensor(features)).numpy()
-    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_biased_drafters_draft_with_their_biases(tmp_path):
@@ -138,13 +150,16 @@ def test_biased_drafters_draft_with_their_biases(tmp_path):
     ],
 )
 @pytest.mark.parametrize("had_bias", [False, True])
-def test_engines_get_the_architecture_and_the_bias_they_expect(tmp_path, layout, architecture, bias_of_fc, had_bias):
+def test_engines_get_the_architecture_and_the_bias_they_expect(
+    tmp_path, capsys, layout, architecture, bias_of_fc, had_bias
+):
     """A config's `bias` is that of `fc` for EAGLE's code and that of attention for vLLM and SGLang."""
     draft = load_draft(Source.open(GOLDEN_DRAFTS / "hass"), in_numpy, (6,))
     config = DraftConfig(draft.config.block, draft.config.vocab_size, (6,), fc_bias=had_bias)
     fc = {"kernel": draft.params["fc"]["kernel"]} | ({"bias": np.zeros(64, np.float32)} if had_bias else {})
     save_draft(tmp_path / "in", config, draft.params | {"fc": fc})
     assert to_hf.main([str(tmp_path / "in"), str(tmp_path / "out"), "--format", layout]) == 0
+    assert ("the drafter's own is left out" in capsys.readouterr().err) == (layout != "eagle")
     written, tensors = read(tmp_path / "out" / "config.json"), load_file(tmp_path / "out" / "model.safetensors")
     assert written["architectures"] == [architecture]
     assert written["num_hidden_layers"] == 1
@@ -172,6 +187,12 @@ def test_engines_get_the_architecture_and_the_bias_they_expect(tmp_path, layout,
         ("hass", ["--format", "vllm"], "format vllm has no bias in fc, and this drafter's is not zero"),
         ("poss3", ["--specialist", "2"], "--specialist 2: the drafter has specialists 0 to 1"),
         ("qwen2", ["--format", "sglang"], "format sglang has no biases of queries, keys and values alone"),
+        (
+            "qwen2",
+            ["--format", "eagle"],
+            "holds the target's embedding, and this drafter does not; give --target MODEL",
+        ),
+        ("qwen2", ["--target", str(golden_data.TARGET)], "the drafter is another target's"),
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_with_the_reason(tmp_path, capsys, name, arguments, message):
@@ -182,6 +203,42 @@ def test_what_an_engine_cannot_run_is_refused_with_the_reason(tmp_path, capsys, 
     assert message in shown
     assert shown.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir() if path.name != "qwen2"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope": RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)},
+            "format eagle has no rotary scaling of type 'llama3'",
+        ),
+        ({"rope": RopeConfig("linear", 5e5, 2.0)}, "format eagle forgets rope_theta where positions are scaled"),
+        ({"rope": RopeConfig(frequency_factors=(1.0, 2.0, 3.0, 4.0))}, "no rotary scaling of factors of its own"),
+        (
+            {"head_dim": 16},
+            "format eagle divides the hidden size by the number of heads; this drafter has 4 of 16 for 32",
+        ),
+    ],
+)
+def test_positions_and_heads_that_eagles_code_does_not_know_are_refused(changes, message):
+    block = dataclasses.replace(BlockConfig(32, 48, 4, 2, 8, 1e-5, RopeConfig()), **changes)
+    with pytest.raises(InputError, match=message):
+        for_engine("eagle", DraftConfig(block, 64, (1,)), {"embed_tokens.weight": np.zeros(1)})
+
+
+def test_rotary_factors_of_llama_3_are_written_by_name():
+    """GGUF files hold factors, which other programs do not look for in a config."""
+    named = RopeConfig("llama3", 5e5, 32.0, 1.0, 4.0, 8192)
+    plain = rotary._frequencies(RopeConfig(theta=5e5), 64)
+    factors = tuple(float(f) for f in plain / rotary._frequencies(named, 64))
+    assert min(factors) == 1.0 < max(factors) == 32.0
+    block = BlockConfig(128, 48, 2, 1, 64, 1e-5, RopeConfig(theta=5e5, frequency_factors=factors))
+    for layout in ("poss", "vllm"):
+        contents, _ = for_engine(layout, DraftConfig(block, 64, (1,), fc_bias=False), {})
+        assert RopeConfig.from_hf(contents) == named
+        assert "rope_frequency_factors" not in contents
+    other = RopeConfig(theta=5e5, frequency_factors=(*factors[:-1], 31.0))
+    assert rotary.name_scaling(other, 64) == other
 
 
 def test_one_specialist_alone(tmp_path):
@@ -196,6 +253,42 @@ def test_one_specialist_alone(tmp_path):
     }
     for name in one:
         assert torch.equal(one[name], whole[name.replace("layers.0.", "layers.1.")].to(torch.bfloat16))
+
+
+def test_the_card_of_one_specialist_does_not_claim_what_all_of_them_reach(tmp_path):
+    draft = load_draft(Source.open(GOLDEN_DRAFTS / "poss3"), in_numpy, (3, 3))
+    notes = {"target": "org/m", "evaluation": {"tokens_per_round": 2.5, "acceptance": [0.75]}}
+    save_draft(tmp_path / "in", draft.config, draft.params, notes=notes)
+    assert to_hf.main([str(tmp_path / "in"), str(tmp_path / "out"), "--specialist", "1"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Specialist 1 of a PosS drafter with spans 3,3, alone, for lossless" in card
+    assert "2.500" not in card
+    assert "evaluation" not in read(tmp_path / "out" / "config.json")["notes"]
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        "text",
+        ["a"],
+        {"evaluation": [1]},
+        {"evaluation": {"acceptance": [None, 0.5]}},
+        {"data": 3, "target": 5, "evaluation": {"tokens_per_round": "many"}},
+    ],
+)
+def test_notes_that_others_wrote_are_no_trouble(tmp_path, notes):
+    shutil.copytree(GOLDEN_DRAFTS / "hass", tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(read(tmp_path / "in" / "config.json") | {"notes": notes}))
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert "| updates | not recorded |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_bundled_drafters_have_the_card_that_is_written_today():
+    for directory in (demo.DRAFTER, *(golden_data.ROOT.parents[1] / "docs" / "drafters").iterdir()):
+        config, params = load_draft(Source.open(directory), in_numpy)
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        expected = model_card(config, size, read(directory / "config.json")["notes"])
+        assert (directory / "README.md").read_text() == expected
 
 
 def test_a_training_run_is_a_drafter_too(tmp_path, capsys):
@@ -268,7 +361,7 @@ def test_a_converted_target_is_the_same_target(models, tmp_path, monkeypatch):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", ["tied", "tied and stored", "three shards", "bfloat16", "bin"])
+@pytest.mark.parametrize("kind", ["tied", "tied and stored", "three shards", "bfloat16", "bin", "bin in shards"])
 def test_targets_of_every_kind_of_file_are_written_with_equal_tensors(tmp_path, kind):
     """Known bug G14, on the way out: no index.json, a tied head that is absent, half precision."""
     tied = kind.startswith("tied")
@@ -280,6 +373,14 @@ def test_targets_of_every_kind_of_file_are_written_with_equal_tensors(tmp_path, 
     tensors = {}
     for path in (tmp_path / "in").glob("*.safetensors"):
         tensors |= load_torch(path)
+    if kind == "bin in shards":
+        names = sorted(tensors)
+        files = {"a.bin": names[::2], "b.bin": names[1::2]}
+        for file, held in files.items():
+            torch.save({name: tensors[name] for name in held}, tmp_path / "in" / file)
+        weight_map = {name: file for file, held in files.items() for name in held}
+        (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / "in" / "model.safetensors").unlink()
     if tied or kind == "bin":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() if tied else tensors["lm_head.weight"]
         kept = {name: tensor for name, tensor in tensors.items() if name not in drop}
@@ -300,6 +401,24 @@ def test_a_target_is_rounded_where_that_is_asked_for(models, tmp_path, dtype):
     for name, tensor in original.items():
         assert torch.equal(written[name], tensor.to(getattr(torch, dtype)))
     assert read(tmp_path / "out" / "config.json")["torch_dtype"] == dtype
+
+
+def test_mixed_types_stay_mixed_and_so_does_what_the_config_says(models, tmp_path):
+    """Norms in float32 among matrices in bfloat16, and even float16 in one fused parameter."""
+    shutil.copytree(models / "tiny", tmp_path / "in")
+    tensors = {name: t.to(torch.bfloat16) for name, t in load_torch(tmp_path / "in" / "model.safetensors").items()}
+    tensors = {name: tensor.float() if "norm" in name else tensor for name, tensor in tensors.items()}
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].half()
+    save_torch(tensors, tmp_path / "in" / "model.safetensors")
+    config = read(tmp_path / "in" / "config.json") | {"torch_dtype": "bfloat16"}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    written = load_torch(tmp_path / "out" / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(written[name].float(), tensor.float())
+        fused = "layers.0.self_attn" in name and "o_proj" not in name
+        assert written[name].dtype == (torch.float32 if fused else tensor.dtype)
+    assert read(tmp_path / "out" / "config.json")["torch_dtype"] == "bfloat16"
 
 
 # -------------------------------------------------------------------------------------- broken input
@@ -373,6 +492,48 @@ def test_what_is_there_is_never_overwritten(tmp_path, capsys, models):
     assert from_hf.main([str(models / "tiny"), str(tmp_path / "empty")]) == 0
 
 
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\0b"])
+def test_names_that_no_directory_can_have(capsys, name):
+    for command in (from_hf.main, to_hf.main):
+        assert command([str(GOLDEN_DRAFTS / "hass"), name]) == 2
+        assert "is not the name of a file or directory" in capsys.readouterr().err
+
+
+def test_parents_that_were_made_for_nothing_go_again(models, tmp_path):
+    broken(models, tmp_path / "in", "target: NaN weights")
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "deep" / "er" / "out")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_sigterm_and_a_full_disk_leave_nothing_behind(tmp_path, capsys, monkeypatch):
+    def killed_while_writing(directory):
+        with output.new_directory(directory) as unfinished:
+            (unfinished / "file").write_text("part")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        killed_while_writing(tmp_path / "out")
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*arguments):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(output, "save_file", full)
+    assert from_hf.main([str(golden_data.TARGET), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/out: cannot be written (I/O error: No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_eagle_3_head_is_refused_by_name(tmp_path, capsys):
+    shutil.copytree(GOLDEN_DRAFTS / "eagle", tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "in: is an EAGLE-3 head" in capsys.readouterr().err
+
+
 def test_a_target_has_no_spans(models, tmp_path, capsys):
     assert from_hf.main([str(models / "tiny"), str(tmp_path / "out"), "--spans", "3,3"]) == 2
     assert "is a target; --spans is for drafters" in capsys.readouterr().err
@@ -384,7 +545,7 @@ def test_values_too_large_for_the_type_are_refused(tmp_path, models, capsys):
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     assert from_hf.main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
-    assert "model.norm.weight: holds values too large for float16" in capsys.readouterr().err
+    assert "in: model.norm.weight holds values too large for float16" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -423,6 +584,7 @@ def test_inspect_says_everything_that_is_wrong(tmp_path, capsys, models):
     tensors["layers.1.mlp.dawn"] = tensors.pop("layers.1.mlp.down_proj.weight")
     tensors["fc.bias"] = np.zeros(33, np.float32)
     del tensors["layers.2.self_attn.q_proj.weight"]
+    tensors["layers.0.post_attention_layernorm.weight"] = np.ones(32, np.int32)
     save_file(tensors, path)
     with pytest.raises(SystemExit) as ended:
         inspect.main([str(tmp_path / "in"), "--spans", "2,2,2"])
@@ -430,6 +592,7 @@ def test_inspect_says_everything_that_is_wrong(tmp_path, capsys, models):
     problems = [line for line in capsys.readouterr().out.splitlines() if "problem" in line]
     assert problems == [
         "  problem: tensor 'fc.bias' has shape [33], expected [32]",
+        "  problem: tensor 'layers.0.post_attention_layernorm.weight' holds int32, expected floating point numbers",
         "  problem: tensor 'layers.1.mlp.down_proj.weight' is missing",
         "  problem: tensor 'layers.2.self_attn.q_proj.weight' is missing",
         "  problem: tensor 'layers.1.mlp.dawn' is not expected; the config has no place for it",

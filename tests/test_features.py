@@ -354,6 +354,19 @@ def test_tokens_that_the_target_does_not_have(root, tmp_path, capsys):
     assert not (root / "small").exists()
 
 
+def test_examples_stay_within_a_sliding_window(root, tmp_path, capsys):
+    """Beyond it features would be those of attention that does not slide."""
+    fixtures.tiny(tmp_path / "slides", model_type="mistral", sliding_window=24)
+    model = ("--target", str(tmp_path / "slides"), "--tokenizer", str(root / "target"))
+    assert make(root, "slides", *model) == 2
+    assert re.search(
+        r"has \d+ tokens, and the target's attention slides after 24; give --max-length 24", error_of(capsys)
+    )
+    assert not (root / "slides").exists()
+    assert make(root, "slides", *model, "--max-length", "24") == 0
+    assert max(len(example.tokens) for example in load(root / "slides").examples) == 24
+
+
 def test_prepared_text_is_what_was_read(root, tmp_path, capsys):
     weighted = [f"{root / 'a.json'}:3", f"{root / 'b.json'}:1"]
     prepare = ["prepare", "--target", str(root / "target"), "--max-length", "48", "--out", str(tmp_path / "set")]

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convert import layout
+from convert.load import on_devices
 from convert.names import Entry, leaves_of, tree_of
 from convert.stored import Tensors, all_finite
+from poss_jax import sharding
 from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
 
@@ -99,6 +101,16 @@ def test_a_host_reads_only_what_its_devices_hold(name, axis):
     assert sum(tensor.read for tensor in tensors.values()) == 0
     part = parameter[tuple(slice(0, 1) if n == axis else slice(None) for n in range(len(shape)))]
     assert sum(tensor.read for tensor in tensors.values()) == part.size == np.prod(shape) // shape[axis]
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [("data=4,fsdp=1,tensor=2", 2), ("data=8", 1), ("fsdp=2,tensor=2", 4)])
+def test_devices_that_hold_the_same_part_share_one_reading(mesh, axes):
+    tensor, spec = Counted(numbers(8, 16)), ParameterSpec((16, 8), ("hidden", "intermediate"))
+    parameter = Tensors({"t": tensor}, Path("model")).parameter(Entry(("p",), spec, layout.Transposed(), ("t",)))
+    placed = on_devices("float32", sharding.training_mesh(mesh))(parameter, spec)
+    np.testing.assert_array_equal(placed, tensor.array.T)
+    assert len({str(shard.index) for shard in placed.addressable_shards}) == axes
+    assert tensor.read == tensor.array.size
 
 
 def test_attention_matrices_are_fused_by_head():

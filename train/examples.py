@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
 from train.conversations import DataSource, Summary
 
@@ -85,10 +86,17 @@ class Dataset:
         example = self.examples[index]
         return f"{self.sources[example.source].name}, record {example.record}"
 
-    def check_tokens(self, vocab_size: int) -> None:
-        """Raises InputError naming an example with a token that the target does not have: it would get the embedding of
-        another.
+    def check_target(self, config: TargetConfig) -> None:
+        """Raises InputError naming an example with a token that the target does not have, which would get the embedding
+        of another, or a longer one than its attention reaches, which would get other features than the target's.
         """
+        vocab_size = config.vocab_size
+        longest = max(len(example.tokens) for example in self.examples)
+        if config.window is not None and longest > config.window:
+            raise InputError(
+                f"an example has {longest} tokens, and the target's attention slides after {config.window}; "
+                f"give --max-length {config.window}"
+            )
         for index, example in enumerate(self.examples):
             if (largest := int(example.tokens.max())) >= vocab_size:
                 raise InputError(

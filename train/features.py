@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
-from infer.loading import DTYPES, load_models, tokenizer_for
+from convert.tokenizer import tokenizer_for
+from infer.loading import DTYPES, load_models
 from poss_jax import llama, sharding
 from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
@@ -163,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
     source = Source.open(options.target)
     dataset = dataset_from(options, tokenizer_for(source, options.tokenizer))
     config = TargetConfig.from_hf(source.config)
-    dataset.check_tokens(config.vocab_size)
+    dataset.check_target(config)
     kind = FeatureKind(options.dtype, config.block.hidden_size, str(options.target), target_fingerprint(source))
     print(dataset.summary)
     store = Store.create(options.out, dataset, shard_examples=options.shard_examples, features=kind)

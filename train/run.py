@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from convert.checkpoint import Source, read_json, write_json
 from convert.command import OneLineParser, exit_status
 from convert.save import save_draft
-from infer.loading import DTYPES, tokenizer_for
+from convert.tokenizer import tokenizer_for
+from infer.loading import DTYPES
 from poss_jax import sharding
 from poss_jax.attention import KERNELS
 from poss_jax.config import format_spans, parse_spans
@@ -239,7 +240,7 @@ def prepare(options: argparse.Namespace) -> Run:
         print(dataset.summary, file=sys.stderr)
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
-    dataset.check_tokens(config.vocab_size)
+    dataset.check_target(config)
     drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed)
     objective = Objective(config, drafter.config, weights, options.noise, groups, kernel)
     trainer = Trainer(objective, optimizer, mesh, draft_specs(drafter.config), options.seed)
