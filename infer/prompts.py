@@ -32,6 +32,11 @@ def _prompt_of(line: str, where: str) -> Prompt:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from error
+    return prompt_in(record, where)
+
+
+def prompt_in(record: Any, where: str) -> Prompt:
+    """The prompt that a JSON value holds in one of `FIELDS`. Raises InputError naming `where`."""
     field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
     if field is None:
         raise InputError(f"{where}: expected an object with one of {', '.join(FIELDS)}")
