@@ -5,14 +5,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from infer.measures import total
 from infer.summary import Results, Setting
 from infer.tables import where
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#edc948", "#ff9da7", "#79706e")
 MARKERS = "osD^vPX<>*"
 DRAFT, VERIFY, WHOLE = "#f28e2b", "#4e79a7", "#222222"
-LEAST_REACHED = 30  # rounds that must have reached a position for a point to be drawn; fewer say nothing
+LEAST_REACHED = 30  # rounds or chains that must have reached a position for its point to be drawn; fewer say nothing
 
 
 def figures(results: Results) -> dict[str, Figure]:
@@ -55,7 +54,7 @@ def speed_up(results: Results) -> Figure | None:
 
     def figures_of(drafter: str, setting: Setting, set_name: str | None):
         timings = results.timings(drafter, setting, set_name)
-        return timings.speed_up(), timings.interval()
+        return timings.speed_up(), timings.interval
 
     return _bars(results, figures_of, "speed-up, times", 1.0, "plain decoding")
 
@@ -65,7 +64,7 @@ def tokens_per_round(results: Results) -> Figure | None:
 
     def figures_of(drafter: str, setting: Setting, set_name: str | None):
         cell = results.cell(drafter, setting, set_name)
-        return cell.counts.tokens_per_round, cell.interval()
+        return cell.counts.tokens_per_round, cell.interval
 
     return _bars(results, figures_of, "tokens per round", 1.0, "plain decoding")
 
@@ -113,12 +112,8 @@ def acceptance(results: Results) -> Figure | None:
     figure, axes = _axes(len(settings))
     for axis, setting in zip(axes, settings, strict=True):
         for drafter in results.drafters:
-            counts = total([cells[drafter, setting].counts])
-            reached, shares = counts.reached(setting.levels), counts.acceptance(setting.levels)
-            known = [
-                (p + 1, share) for p, share in enumerate(shares) if share is not None and reached[p] >= LEAST_REACHED
-            ]
-            known = known or [(p + 1, share) for p, share in enumerate(shares) if share is not None]
+            counts = cells[drafter, setting].counts
+            known = _well_known(counts.acceptance(setting.levels), counts.reached(setting.levels))
             _line(axis, results, drafter, known, label=drafter if axis is axes[0] else None)
         axis.set_ylim(0, 1)
         axis.set_xlim(0.7, max(results.levels) + 0.3)
@@ -133,14 +128,14 @@ def acceptance(results: Results) -> Figure | None:
 def drift(results: Results) -> Figure | None:
     """Cosine similarity by position, and acceptance of a single chain."""
     found = {drafter: results.drift(drafter) for drafter in results.drafters}
-    found = {drafter: curves for drafter, curves in found.items() if curves[0]}
+    found = {drafter: curves for drafter, curves in found.items() if curves.cosine}
     if not found:
         return None
     figure, axes = _axes(2, share=False)
     for drafter, curves in found.items():
-        for axis, curve in zip(axes, curves, strict=True):
-            known = [(position, value) for position, value in enumerate(curve, 1) if value is not None]
-            _line(axis, results, drafter, known, label=drafter if axis is axes[0] else None)
+        known = [(position, value) for position, value in enumerate(curves.cosine, 1) if value is not None]
+        _line(axes[0], results, drafter, known, label=drafter)
+        _line(axes[1], results, drafter, _well_known(curves.accepted, curves.reached), label=None)
     axes[0].set_ylabel("cosine similarity")
     axes[0].set_title("predicted and true features", loc="left", fontsize=10, weight="bold")
     axes[1].set_ylabel("accepted, given all before")
@@ -151,6 +146,12 @@ def drift(results: Results) -> Figure | None:
         axis.set_xticks(range(1, max(results.levels) + 1))
     figure.legend(loc="outside upper center", ncols=6, frameon=False)
     return figure
+
+
+def _well_known(shares: list[float | None], reached: list[int]) -> list[tuple[int, float]]:
+    """Position and share where enough reached it; where none has as many, all there are."""
+    known = [(position, share) for position, share in enumerate(shares, 1) if share is not None]
+    return [point for point in known if reached[point[0] - 1] >= LEAST_REACHED] or known
 
 
 def _line(axis, results: Results, drafter: str, points: list[tuple[int, float]], label: str | None) -> None:

@@ -4,7 +4,7 @@ docs/benchmark.md defines every one of them in a sentence.
 """
 
 import dataclasses
-import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -27,11 +27,6 @@ class Counts:
         for length in accept_lengths:
             by_length[length] += 1
         return cls(tuple(by_length), max(new_tokens - 1, 0))
-
-    def __add__(self, other: "Counts") -> "Counts":
-        size = max(len(self.by_length), len(other.by_length))
-        padded = [counts + (0,) * (size - len(counts)) for counts in (self.by_length, other.by_length)]
-        return Counts(tuple(map(sum, zip(*padded, strict=True))), self.emitted + other.emitted)
 
     @property
     def rounds(self) -> int:
@@ -64,7 +59,9 @@ class Counts:
 
 def total(counts: Iterable[Counts]) -> Counts:
     """All of them together."""
-    return functools.reduce(operator.add, counts, Counts())
+    counts = list(counts)
+    columns = itertools.zip_longest(*(one.by_length for one in counts), fillvalue=0)
+    return Counts(tuple(map(sum, columns)), sum(one.emitted for one in counts))
 
 
 def per_prompt_mean(counts: Iterable[Counts]) -> float | None:

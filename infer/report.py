@@ -93,11 +93,12 @@ def _introduction(results: Results) -> str:
 def _partial(results: Results) -> str:
     cells = [results.cell(drafter, setting) for drafter in results.drafters for setting in results.settings]
     done, expected = sum(cell.done for cell in cells), sum(cell.expected for cell in cells)
-    if done >= expected:
+    if done >= expected and results.unfinished is None:
         return ""
+    last = f"; the last run ended because of this: {results.unfinished}" if results.unfinished else ""
     return (
-        f"<p class=partial><b>Partial results:</b> {done:,} of {expected:,} answers are there. Figures that lack "
-        f"some carry a {tables.PARTIAL}; the same command goes on.</p>"
+        f"<p class=partial><b>Partial results:</b> {done:,} of {expected:,} answers are there{html.escape(last)}. "
+        f"Figures that lack some carry a {tables.PARTIAL}; the same command goes on.</p>"
     )
 
 

@@ -5,6 +5,8 @@ are pooled before questions are compared.
 """
 
 import dataclasses
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,27 +26,38 @@ class Setting(NamedTuple):
     levels: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Cell:
-    """Answers of one drafter in one setting, to one set or to all. expected: how many the study is to have."""
+    """Answers of one drafter in one setting, to one set or to all.
 
-    records: list[Record]
-    expected: int
-    done: int  # answers, and prompts that were too long
+    expected: how many the study is to have; done: of these, answers and prompts that were too long.
+    """
+
+    def __init__(self, records: list[Record], expected: int, done: int):
+        self.records, self.expected, self.done = records, expected, done
+        self.by = functools.cache(self._by)
 
     @property
     def complete(self) -> bool:
         return self.done >= self.expected
 
-    @property
+    @functools.cached_property
     def counts(self) -> Counts:
         """Of all answers together."""
-        return measures.total(_counts(record) for record in self.records)
+        return measures.total(self.by("set").values())
+
+    def _by(self, *fields: str) -> dict[Any, Counts]:
+        """`by(field)`: pooled by a field of the records, or by several."""
+        groups: dict[Any, list[Counts]] = defaultdict(list)
+        name = operator.itemgetter(*fields)
+        for record in self.records:
+            groups[name(record)].append(record["counts"])
+        return {value: measures.total(counts) for value, counts in groups.items()}
 
     def by_question(self) -> dict[QuestionName, Counts]:
         """Pooled over turns and seeds."""
-        return self._pooled(lambda record: (record["set"], record["question"]))
+        return self.by("set", "question")
 
+    @functools.cached_property
     def interval(self) -> tuple[float, float] | None:
         """Of tokens per round over questions."""
         counts = [count for count in self.by_question().values() if count.rounds]
@@ -59,18 +72,7 @@ class Cell:
 
     def over(self, field: str) -> Spread:
         """Of tokens per round, each pooled over one value of `field`: `seed` or `training_seed`."""
-        pooled = self._pooled(lambda record: record[field])
-        return statistics.spread([count.tokens_per_round for count in pooled.values() if count.rounds])
-
-    def by(self, field: str) -> dict[Any, Counts]:
-        """Pooled by a field of the records."""
-        return self._pooled(lambda record: record[field])
-
-    def _pooled(self, name) -> dict[Any, Counts]:
-        found: dict[Any, Counts] = defaultdict(Counts)
-        for record in self.records:
-            found[name(record)] += _counts(record)
-        return dict(found)
+        return statistics.spread([count.tokens_per_round for count in self.by(field).values() if count.rounds])
 
     @property
     def identical(self) -> tuple[int, int]:
@@ -85,11 +87,20 @@ class Cell:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Timings:
-    """Timed answers of one drafter in one setting, and the plain ones to the same prompts, each right before it."""
+    """Timed answers of one drafter in one setting, and the plain ones to the same prompts, each right before it.
+
+    expected: how many prompts the study is to time.
+    """
 
     records: list[Record]
+    expected: int
+    done: int
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= self.expected
 
     @property
     def drafted(self) -> Duration:
@@ -102,6 +113,7 @@ class Timings:
     def speed_up(self, *, with_prefill: bool = False) -> float | None:
         return measures.speed_up(self.drafted, self.plain, with_prefill=with_prefill)
 
+    @functools.cached_property
     def interval(self) -> tuple[float, float] | None:
         """Of the speed-up of rounds, over questions."""
         pooled: dict[QuestionName, list[Duration]] = defaultdict(lambda: [Duration(), Duration()])
@@ -131,6 +143,16 @@ class Split:
     target_cache_bytes: int
     draft_cache_bytes: int
     prompts: int
+
+
+class Drift(NamedTuple):
+    """By draft position: mean cosine similarity of predicted and true features; acceptance of single chains; and how
+    many of them got so far.
+    """
+
+    cosine: list[float | None]
+    accepted: list[float | None]
+    reached: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +194,11 @@ class Results:
             name = (record["kind"], record["drafter"], record["temperature"], record["levels"])
             self._done[*name, record["set"]] += 1
             if "skipped" not in record:
+                if record["kind"] == "drafted":
+                    record = {**record, "counts": Counts.of(record["accept_lengths"], record["new_tokens"])}
                 self._by_kind[name].append(record)
+        self.cell = functools.cache(self._cell)
+        self.timings = functools.cache(self._timings)
         self.skipped = [record for record in study.records if record["kind"] == "plain" and "skipped" in record]
         self.drafters: list[str] = list(self.description["drafters"])
         self.sets: list[str] = list(self.description["questions"])
@@ -194,8 +220,8 @@ class Results:
     def spans(self, drafter: str) -> list[int]:
         return self.description["drafters"][drafter][0]["spans"]
 
-    def cell(self, drafter: str, setting: Setting, set_name: str | None = None) -> Cell:
-        """Of one set, or of all."""
+    def _cell(self, drafter: str, setting: Setting, set_name: str | None = None) -> Cell:
+        """`cell(...)`: of one set, or of all."""
         sets = self.sets if set_name is None else [set_name]
         records = self._of("drafted", drafter, setting, set_name)
         turns = sum(sum(self.description["questions"][name].values()) for name in sets)
@@ -203,9 +229,19 @@ class Results:
         done = sum(self._done["drafted", drafter, *setting, name] for name in sets)
         return Cell(records, turns * runs, done)
 
-    def timings(self, drafter: str, setting: Setting, set_name: str | None = None) -> Timings:
-        """Of one set, or of all."""
-        return Timings(self._of("timing", drafter, setting, set_name))
+    def _timings(self, drafter: str, setting: Setting, set_name: str | None = None) -> Timings:
+        """`timings(...)`: of one set, or of all."""
+        sets = self.sets if set_name is None else [set_name]
+        count = self.description["timing_prompts"]
+        turns = sum(sum(list(self.description["questions"][name].values())[:count]) for name in sets)
+        done = sum(self._done["timing", drafter, *setting, name] for name in sets)
+        return Timings(self._of("timing", drafter, setting, set_name), turns, done)
+
+    @property
+    def unfinished(self) -> str | None:
+        """How the last run ended, if it was not done."""
+        ended = self.description["runs"][-1]["ended"] if self.description["runs"] else "done"
+        return None if ended == "done" else ended
 
     def split(self, drafter: str, levels: int) -> Split | None:
         """At the first temperature."""
@@ -223,18 +259,16 @@ class Results:
         caches = [max(record[f"{whose}_cache_bytes"] for record in records) for whose in ("target", "draft")]
         return Split(*means, *caches, len(records))
 
-    def drift(self, drafter: str) -> tuple[list[float], list[float | None]]:
-        """By draft position: mean cosine similarity of predicted and true features; acceptance of a single chain."""
+    def drift(self, drafter: str) -> Drift:
+        """Empty where none was measured."""
         found = [r for t in self.temperatures for r in self._of("drift", drafter, Setting(t, max(self.levels)))]
-        if not found:
-            return [], []
         sums = {
             name: [sum(column) for column in zip(*(record[name] for record in found), strict=True)]
             for name in ("cosine", "rows", "reached", "accepted")
         }
-        cosine = [total / rows for total, rows in zip(sums["cosine"], sums["rows"], strict=True) if rows]
+        cosine = [total / rows if rows else None for total, rows in zip(sums["cosine"], sums["rows"], strict=True)]
         pairs = zip(sums["accepted"], sums["reached"], strict=True)
-        return cosine, [accepted / reached if reached else None for accepted, reached in pairs]
+        return Drift(cosine, [accepted / reached if reached else None for accepted, reached in pairs], sums["reached"])
 
     def compare(self, first: str, second: str, setting: Setting, set_name: str | None = None) -> Comparison | None:
         """None where they have no question in common."""
@@ -269,10 +303,6 @@ class Results:
     def _of(self, kind: str, drafter: str, setting: Setting, set_name: str | None = None) -> list[Record]:
         records = self._by_kind.get((kind, drafter, *setting), [])
         return records if set_name is None else [record for record in records if record["set"] == set_name]
-
-
-def _counts(record: Record) -> Counts:
-    return Counts.of(record["accept_lengths"], record["new_tokens"])
 
 
 def _durations(durations: Iterable[dict]) -> Duration:

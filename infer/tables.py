@@ -19,7 +19,7 @@ def overview(study: Study) -> str:
     results = Results(study)
     notes = [overall(results).as_text()]
     if any(PARTIAL in cell for row in overall(results).rows for cell in row):
-        notes.append(f"{PARTIAL} partial: not all answers are there yet")
+        notes.append(f"{PARTIAL} partial: not everything is measured yet")
     return "\n".join(notes)
 
 
@@ -33,9 +33,9 @@ def overall(results: Results) -> Table:
                 [
                     f"{drafter}, {where(setting)}",
                     mark(number(cell.counts.tokens_per_round), cell.complete),
-                    between(cell.interval()),
-                    number(timings.speed_up(), 2),
-                    between(timings.interval(), 2),
+                    between(cell.interval),
+                    mark(number(timings.speed_up(), 2), timings.complete),
+                    between(timings.interval, 2),
                     f"{identical} of {answers}",
                     f"{cell.done} of {cell.expected}",
                 ]
@@ -59,7 +59,8 @@ def by_set(results: Results, setting: Setting) -> Table:
         for set_name in (*results.sets, None):
             cell = results.cell(drafter, setting, set_name)
             row.append(mark(number(cell.counts.tokens_per_round, 2), cell.complete))
-            row.append(number(results.timings(drafter, setting, set_name).speed_up(), 2, "x"))
+            timings = results.timings(drafter, setting, set_name)
+            row.append(mark(number(timings.speed_up(), 2, "x"), timings.complete))
         rows.append(row)
     columns = ["tokens per round, speed-up"]
     for name in (*results.sets, "overall"):
@@ -130,8 +131,8 @@ def times(results: Results) -> Table:
                     f"{drafter}, {where(setting)}",
                     number(plain.tokens_per_second, 1),
                     number(drafted.tokens_per_second, 1),
-                    number(timings.speed_up(), 2),
-                    between(timings.interval(), 2),
+                    mark(number(timings.speed_up(), 2), timings.complete),
+                    between(timings.interval, 2),
                     number(timings.speed_up(with_prefill=True), 2),
                     milliseconds(drafted.prefill_seconds / drafted.answers if drafted.answers else None),
                     milliseconds(plain.seconds_per_round),
@@ -252,7 +253,8 @@ def ablation(results: Results) -> list[Table]:
             for levels in results.levels:
                 cell = results.cell(drafter, Setting(temperature, levels))
                 row.append(mark(number(cell.counts.tokens_per_round), cell.complete))
-                row.append(number(results.timings(drafter, Setting(temperature, levels)).speed_up(), 2, "x"))
+                timings = results.timings(drafter, Setting(temperature, levels))
+                row.append(mark(number(timings.speed_up(), 2, "x"), timings.complete))
             rows.append(row)
         columns = ["drafter", "spans"]
         for levels in results.levels:
@@ -326,10 +328,10 @@ def peak_note(results: Results) -> str:
 def drift(results: Results) -> Table:
     rows = []
     for drafter in results.drafters:
-        cosine, accepted = results.drift(drafter)
-        if cosine:
-            rows.append([f"{drafter}: cosine", *map(number, cosine)])
-            rows.append([f"{drafter}: accepted, one chain", *map(number, accepted)])
+        found = results.drift(drafter)
+        if found.cosine:
+            rows.append([f"{drafter}: cosine", *map(number, found.cosine)])
+            rows.append([f"{drafter}: accepted, one chain", *map(number, found.accepted)])
     most = max((len(row) for row in rows), default=2)
     rows = [[*row, *[""] * (most - len(row))] for row in rows]
     note = (

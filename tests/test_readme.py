@@ -39,12 +39,14 @@ def test_shell_commands(checkout):
     """All but the ones of `make`, in one shell, since they share a variable; the environment is this one already."""
     lines = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
     lines = [line for line in lines if not line.startswith(("make ", "source "))]
-    assert sum(line.startswith("python -m ") for line in lines) == 5
+    assert sum(line.startswith("python -m ") for line in lines) == 7
     shown = run(checkout, "bash", "-euc", "\n".join(lines))
     assert "sky" in shown
     assert "acceptance by position" in shown
     assert "drafter with spans 3,3" in shown
     assert "tokens identical" in shown
+    assert "poss3, T=0, 4 levels" in shown
+    assert "Position-wise acceptance" in shown
 
 
 def test_python_code(checkout):
