@@ -149,7 +149,7 @@ def describe_drafter(directory: str, models: Models) -> dict[str, Any]:
     source, draft = Source.open(directory), models.draft
     notes = source.config.get("notes")
     return {
-        "directory": source.path.name,
+        "directory": "/".join(source.path.parts[-2:]) if Path(directory).expanduser().exists() else directory,
         "fingerprint": _fingerprint(source.path),
         "spans": list(draft.config.spans),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(draft.params)),

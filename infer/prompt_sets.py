@@ -2,14 +2,13 @@
 
 import dataclasses
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from convert.checkpoint import first_line
-from infer.prompts import Prompt, prompt_in
+from infer.prompts import Prompt, prompt_in, read_lines
 from poss_jax.errors import InputError
 
 
@@ -73,7 +72,7 @@ def _questions(name: str) -> list[Question]:
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "/", "~")) and path.suffix != ".jsonl":
         records = list(enumerate(_hub_records(name), 1))
     else:
-        records = _lines(path)
+        records = read_lines(name)
     questions = [_question(record, number, f"{name}, line {number}") for number, record in records]
     if not questions:
         raise InputError(f"{name}: holds no questions")
@@ -81,21 +80,6 @@ def _questions(name: str) -> list[Question]:
     if count > 1:
         raise InputError(f"{name}: {count} questions have the question_id {name_of_two}; give each its own")
     return questions
-
-
-def _lines(path: Path) -> list[tuple[int, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable ({error})") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                records.append((number, json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from error
-    return records
 
 
 def _hub_records(name: str) -> list[Any]:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import html
+import textwrap
 from collections.abc import Sequence
 
 UNKNOWN = "unknown"
 NONE = "–"
 PARTIAL = "*"
+NOTE_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Table:
                 for index, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             shown.append("  ".join([first, *rest]).rstrip())
-        return "\n".join([self.title, *shown, *([self.note] if self.note else [])])
+        return "\n".join([self.title, *shown, *textwrap.wrap(self.note, NOTE_WIDTH)])
 
     def as_html(self) -> str:
         head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)

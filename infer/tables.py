@@ -68,11 +68,12 @@ def by_set(results: Results, setting: Setting) -> Table:
     return Table(f"By set, {where(setting)}", columns, rows)
 
 
-def spreads(results: Results) -> Table:
+def spreads(results: Results, set_name: str | None = None) -> Table:
+    """Of one set, or of all."""
     rows = []
     for setting in results.settings:
         for drafter in results.drafters:
-            cell = results.cell(drafter, setting)
+            cell = results.cell(drafter, setting, set_name)
             prompts, seeds, training = cell.over_prompts(), cell.over("seed"), cell.over("training_seed")
             rows.append(
                 [
@@ -80,20 +81,21 @@ def spreads(results: Results) -> Table:
                     mark(number(cell.counts.tokens_per_round), cell.complete),
                     number(prompts.mean),
                     number(prompts.deviation),
+                    between(None if prompts.low is None else (prompts.low, prompts.high)),
                     number(cell.counts.emitted_per_round),
                     _mean_and_deviation(seeds),
                     _mean_and_deviation(training),
                     f"{cell.counts.rounds:,}",
                 ]
             )
-    columns = ["", "tokens/round", "per-prompt mean", "its SD", "emitted/round"]
+    columns = ["", "tokens/round", "per-prompt mean", "its SD", "its 95% interval", "emitted/round"]
     columns += ["over sampling seeds", "over training seeds", "rounds"]
     return Table(
-        "Tokens per round, and figures that resemble it",
+        "Tokens per round, and figures that resemble it" + (f", on {set_name}" if set_name else ""),
         columns,
         rows,
-        "Per-prompt mean: every question weighs the same, however many rounds it had. Emitted per round: what the user "
-        "got, after the cut at an end of text or at the greatest length. Over seeds: mean, standard deviation "
+        "Per-prompt mean: every question weighs the same, however many rounds it had. Emitted per round: what the "
+        "user got, after the cut at an end of text or at the greatest length. Over seeds: mean, standard deviation "
         "and number of pooled values, one for each seed.",
     )
 
@@ -359,7 +361,8 @@ def tasks(results: Results) -> list[Table]:
             pooled = [cell.by("category").get(name) for cell in cells]
             rows.append([f"category {name}", *(number(count.tokens_per_round if count else None) for count in pooled)])
         tables.append(Table(f"Tokens per round by task, {where(setting)}", ["", *results.drafters], rows))
-    return [*tables, *(acceptance(results, name) for name in results.sets)]
+    of_sets = [table(results, name) for name in results.sets for table in (acceptance, spreads)]
+    return [*tables, *of_sets]
 
 
 def runs(results: Results) -> Table:

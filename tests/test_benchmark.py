@@ -160,6 +160,41 @@ def test_a_run_that_time_ends_is_marked_and_the_same_command_goes_on(root, tmp_p
     assert untimed(tmp_path / "short") == untimed(tmp_path / "long")
 
 
+def test_an_interrupted_run_keeps_what_was_finished(root, tmp_path, capsys, monkeypatch):
+    """Ctrl-C inside the third batch; the programs cache is what it was before."""
+    batches, answer, cache = [], Runner.answer, jax.config.jax_compilation_cache_dir
+
+    def interrupted(*arguments):
+        batches.append(arguments)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    monkeypatch.setattr(Runner, "answer", interrupted)
+    arguments = [*shlex.split(CHEAP.format(root=root)), "--out", str(tmp_path)]
+    assert benchmark.main(arguments) == 130
+    assert jax.config.jax_compilation_cache_dir == cache
+    kept = (tmp_path / "records.jsonl").read_bytes()
+    assert len(keys_of(tmp_path)) == 4  # a batch of three and one of one: the first turns, plain
+    run(root, tmp_path, CHEAP, capsys)
+    assert (tmp_path / "records.jsonl").read_bytes().startswith(kept)
+    assert [run["ended"] for run in Study.read(tmp_path).description["runs"]] == ["was interrupted", "done"]
+
+
+def test_half_precision_is_compared_with_its_own_plain_answers(root, tmp_path, capsys):
+    """Where rounding makes an answer leave the plain one, the target was all but undecided."""
+    command = CHEAP.replace("--timing-prompts 1", "--timing-prompts 0").replace(
+        "--max-new-tokens 6", "--max-new-tokens 40"
+    )
+    run(root, tmp_path, f"{command} --dtype bfloat16", capsys)
+    results = Results(Study.read(tmp_path))
+    cell = results.cell("two", Setting(0.0, 2))
+    parted = [record for record in cell.records if not record["identical"]]
+    assert cell.identical == (len(cell.records) - len(parted), 12)
+    assert all(record["logit_gap"] < 0.2 for record in parted)
+    assert cell.largest_gap == max((r["logit_gap"] for r in parted), default=None)
+
+
 def untimed(directory) -> list[str]:
     """All records, sorted, without what a clock gave."""
     records = [r for r in Study.read(directory).records if r["kind"] in ("plain", "drafted")]

@@ -114,6 +114,7 @@ def test_figures_that_resemble_tokens_per_round_have_their_own_names():
         "tokens/round": "4.200",
         "per-prompt mean": "3.000",
         "its SD": "2.828",
+        "its 95% interval": "-22.412 to 28.412",
         "emitted/round": "4.200",
         "over sampling seeds": "4.200 ± – (1)",
         "over training seeds": "4.200 ± – (1)",
