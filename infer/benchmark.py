@@ -82,6 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--timing-prompts", type=int, default=10, help="questions of each set that are timed (%(default)s)"
     )
+    how.add_argument(
+        "--timing-temperature",
+        nargs="+",
+        type=float,
+        help="time at these of the temperatures only (default: at all of them)",
+    )
     how.add_argument("--timing-repeats", type=int, default=3, help="timings of a prompt, for the median (%(default)s)")
     how.add_argument("--drift-prompts", type=int, default=10, help="questions of each set for drift (%(default)s)")
     how.add_argument("--minutes", type=float, help="end in time, with what there is; the same command goes on")
@@ -103,9 +109,19 @@ def check_flags(options: argparse.Namespace) -> None:
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise InputError(f"--{name} names {max(values, key=values.count)} twice")
+    for temperature in timed_temperatures(options):
+        if temperature not in options.temperature:
+            raise InputError(f"--timing-temperature {temperature} is not among --temperature; add it there")
     for temperature in options.temperature:
         for levels in options.levels:
             settings_from(options, temperature=temperature, levels=levels)
+
+
+def timed_temperatures(options: argparse.Namespace) -> list[float]:
+    """None where nothing is timed."""
+    if not options.timing_prompts:
+        return []
+    return options.temperature if options.timing_temperature is None else options.timing_temperature
 
 
 def settings_from(options: argparse.Namespace, **changes: Any) -> Settings:
@@ -192,6 +208,7 @@ def describe(
         "levels": options.levels,
         "seeds": options.seeds,
         "timing_prompts": options.timing_prompts,
+        "timed_temperatures": timed_temperatures(options),
         "timing_repeats": options.timing_repeats,
         "drift_prompts": options.drift_prompts,
         "batch_size": options.batch_size,
@@ -220,7 +237,7 @@ def join(before: dict[str, Any] | None, now: dict[str, Any], out: str) -> dict[s
         joined[field] = before[field] | {
             name: before[field].get(name, {}) | value for name, value in now[field].items()
         }
-    for field in ("temperatures", "levels"):
+    for field in ("temperatures", "timed_temperatures", "levels"):
         joined[field] = sorted({*before[field], *now[field]})
     for field in ("seeds", "timing_prompts", "drift_prompts"):
         joined[field] = max(before[field], now[field])
@@ -298,6 +315,7 @@ def run(options: argparse.Namespace) -> None:
         tuple(options.levels),
         options.seeds,
         options.timing_prompts,
+        tuple(timed_temperatures(options)),
         options.drift_prompts,
     )
     with Store(options.out) as store, kept_programs(store.directory / COMPILED):

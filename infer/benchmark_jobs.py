@@ -32,7 +32,7 @@ class Outline:
     """What is measured: everything that the keys of the records are made of.
 
     drafters: names, and how many trained drafters each has. seeds: sampling seeds; at temperature 0 one is used.
-    timing_prompts, drift_prompts: the first so many questions of each set.
+    timing_prompts, drift_prompts: the first so many questions of each set. timed_temperatures: those to time at.
     """
 
     sets: tuple[PromptSet, ...]
@@ -41,6 +41,7 @@ class Outline:
     levels: tuple[int, ...]
     seeds: int
     timing_prompts: int
+    timed_temperatures: tuple[float, ...]
     drift_prompts: int
 
     def seeds_at(self, temperature: float) -> range:
@@ -63,6 +64,8 @@ class Outline:
 
     def timing(self, temperature: float) -> list[list[Key]]:
         """Keys of timings, in groups of one prompt. Drafters of one name cost the same, so the first is timed."""
+        if temperature not in self.timed_temperatures:
+            return []
         return [
             [
                 key._replace(kind="timing", drafter=name, levels=levels)
@@ -113,7 +116,7 @@ class Outline:
 
     def splits(self) -> int:
         """How many records of `split` there will be."""
-        timed = sum(len(prompts.questions[: self.timing_prompts]) for prompts in self.sets)
+        timed = sum(len(p.questions[: self.timing_prompts]) for p in self.sets) if self.timed_temperatures else 0
         return min(SPLIT_PROMPTS, timed) * len(self.drafters) * len(self.levels)
 
 
@@ -154,8 +157,9 @@ class Jobs:
                 self._answer_all(temperature, seed)
                 if seed == 0:
                     self._time_all(temperature)
-            if temperature == self.outline.temperatures[0]:
+            if temperature in self.outline.timed_temperatures[:1]:
                 self._split_all()
+            if temperature == self.outline.temperatures[0]:
                 self._drift_all()
 
     def _answer_all(self, temperature: float, seed: int) -> None:
@@ -232,7 +236,11 @@ class Jobs:
 
     def _split_prompts(self) -> list[Key]:
         """First turns of the bucket that most timed prompts have, so that few programs are compiled."""
-        timed = [group[0] for group in self.outline.timing(self.outline.temperatures[0])]
+        timed = [
+            group[0]
+            for temperature in self.outline.timed_temperatures[:1]
+            for group in self.outline.timing(temperature)
+        ]
         encoded = {key: self._encode(key) for key in timed if key.turn == 0}
         buckets = {key: bucket(len(ids)) for key, ids in encoded.items() if ids}
         if not buckets:

@@ -203,6 +203,7 @@ class Results:
         self.drafters: list[str] = list(self.description["drafters"])
         self.sets: list[str] = list(self.description["questions"])
         self.temperatures: list[float] = self.description["temperatures"]
+        self.timed_temperatures: list[float] = self.description["timed_temperatures"]
         self.levels: list[int] = self.description["levels"]
 
     @property
@@ -232,7 +233,7 @@ class Results:
     def _timings(self, drafter: str, setting: Setting, set_name: str | None = None) -> Timings:
         """`timings(...)`: of one set, or of all."""
         sets = self.sets if set_name is None else [set_name]
-        count = self.description["timing_prompts"]
+        count = self.description["timing_prompts"] if setting.temperature in self.timed_temperatures else 0
         turns = sum(sum(list(self.description["questions"][name].values())[:count]) for name in sets)
         done = sum(self._done["timing", drafter, *setting, name] for name in sets)
         return Timings(self._of("timing", drafter, setting, set_name), turns, done)
@@ -244,10 +245,8 @@ class Results:
         return None if ended == "done" else ended
 
     def split(self, drafter: str, levels: int) -> Split | None:
-        """At the first temperature."""
-        records = self._of("split", drafter, Setting(self.temperatures[0], levels))
-        if not records:
-            records = [r for t in self.temperatures for r in self._of("split", drafter, Setting(t, levels))]
+        """At whichever temperature rounds were taken apart."""
+        records = [r for t in self.temperatures for r in self._of("split", drafter, Setting(t, levels))]
         if not records:
             return None
 

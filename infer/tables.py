@@ -269,7 +269,7 @@ def specialists(results: Results) -> Table:
     """Memory and latency by number of specialists, and where one more stops paying."""
     rows = []
     for levels in results.levels:
-        setting = Setting(results.temperatures[0], levels)
+        setting = Setting(min(results.timed_temperatures, default=results.temperatures[0]), levels)
         costs = [_cost(results, drafter, setting) for drafter in results.drafters]
         for cost in sorted(costs, key=lambda cost: cost.specialists):
             split = results.split(cost.drafter, levels)

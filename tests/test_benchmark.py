@@ -181,6 +181,14 @@ def test_an_interrupted_run_keeps_what_was_finished(root, tmp_path, capsys, monk
     assert [run["ended"] for run in Study.read(tmp_path).description["runs"]] == ["was interrupted", "done"]
 
 
+def test_timing_may_leave_temperatures_out(root, tmp_path, capsys):
+    shown = run(root, tmp_path, f"{COMMAND} --timing-temperature 1 --seeds 1 --limit 1 --drift-prompts 0", capsys)
+    timed = [key for key in keys_of(tmp_path) if key.kind in ("timing", "split")]
+    assert {key.temperature for key in timed} == {1.0}
+    assert "*" not in shown
+    assert Results(Study.read(tmp_path)).split("one", 2).prompts == 2
+
+
 def test_half_precision_is_compared_with_its_own_plain_answers(root, tmp_path, capsys):
     """Where rounding makes an answer leave the plain one, the target was all but undecided."""
     command = CHEAP.replace("--timing-prompts 1", "--timing-prompts 0").replace(
@@ -272,6 +280,7 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
         ("--minutes 0", "--minutes 0.0 must be a number above 0"),
         ("--levels 0", "--levels 0 must be a whole number of at least 1"),
         ("--levels 2 3 2", "--levels names 2 twice"),
+        ("--timing-temperature 0.5", "--timing-temperature 0.5 is not among --temperature; add it there"),
         ("--temperature -1", "temperature -1.0 must be 0 (greedy) or from"),
     ],
 )

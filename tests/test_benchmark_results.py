@@ -48,6 +48,7 @@ def study(lengths: dict[str, dict[str, list[int]]], *, questions: int | None = N
         "levels": [6],
         "seeds": 1,
         "timing_prompts": 1,
+        "timed_temperatures": [0.0],
         "runs": [],
     }
     return Study(description, records)
