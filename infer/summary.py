@@ -159,8 +159,8 @@ class Drift(NamedTuple):
 class Comparison:
     """Tokens per round of two drafters on the questions that both have answered, `second` minus `first`.
 
-    test: over questions. training: over training seeds, in their order. p_adjusted: of `test`, for all that are tested
-    beside it.
+    test: over questions. training: over training seeds, in their order. p_adjusted: of `test`, for all of its kind that
+    are tested beside it.
     """
 
     first: str
@@ -287,7 +287,9 @@ class Results:
         )
 
     def comparisons(self) -> list[Comparison]:
-        """Every pair of drafters in every setting: overall, then each set. All tests together are corrected for."""
+        """Every pair of drafters in every setting: overall, then each set. Tests over all sets are corrected for their
+        number, and those of single sets for theirs: many small sets are not to hide what all of them say together.
+        """
         pairs = [(a, b) for index, a in enumerate(self.drafters) for b in self.drafters[index + 1 :]]
         found = [
             self.compare(first, second, setting, set_name)
@@ -296,8 +298,9 @@ class Results:
             for set_name in (None, *self.sets)
         ]
         found = [comparison for comparison in found if comparison]
-        corrected = statistics.adjusted([comparison.test.p for comparison in found])
-        return [dataclasses.replace(c, p_adjusted=p) for c, p in zip(found, corrected, strict=True)]
+        families = [[c for c in found if (c.set is None) == overall] for overall in (True, False)]
+        corrected = [iter(statistics.adjusted([c.test.p for c in family])) for family in families]
+        return [dataclasses.replace(c, p_adjusted=next(corrected[c.set is not None])) for c in found]
 
     def _of(self, kind: str, drafter: str, setting: Setting, set_name: str | None = None) -> list[Record]:
         records = self._by_kind.get((kind, drafter, *setting), [])

@@ -214,9 +214,9 @@ def comparisons(results: Results, found: Sequence[Comparison] | None = None) -> 
     columns += ["p", "p corrected", "significant", "questions", "p over training seeds"]
     note = (
         "Gain: of tokens per round over all rounds. Mean difference, interval and p: paired t-test over the "
-        "questions' own tokens per round, turns and seeds pooled. Corrected for the number of tests in this "
-        "table (Benjamini-Hochberg); significant below 0.05. Over training seeds: the same test over pooled "
-        "figures of trained drafters, pairwise in the order given."
+        "questions' own tokens per round, turns and seeds pooled. Corrected for the number of tests "
+        "(Benjamini-Hochberg), overall ones and those of sets apart; significant below 0.05. Over training "
+        "seeds: the same test over pooled figures of trained drafters, pairwise in the order given."
     )
     return Table("Who beats whom", columns, rows, note)
 

@@ -95,6 +95,16 @@ def test_comparisons_are_of_questions_that_both_have_and_partial_ones_say_so():
     assert sentence.endswith("; partial results.")
 
 
+def test_tests_over_all_sets_and_those_of_single_sets_are_corrected_apart():
+    """One pair and setting: the test over both sets stands alone, the two of single sets count twice at most."""
+    first = {f"{name}/{n}": [1, 1 + n % 2, 2] for n in range(4) for name in ("qa", "sum")}
+    second = {f"{name}/{n}": [2, 1 + n % 3, n] for n in range(4) for name in ("qa", "sum")}
+    overall, *of_sets = Results(study({"a": first, "b": second})).comparisons()
+    assert overall.p_adjusted == overall.test.p < of_sets[0].test.p
+    assert [c.set for c in of_sets] == ["qa", "sum"]
+    assert all(c.p_adjusted == pytest.approx(c.test.p) for c in of_sets)  # both have the same p: 2 p / 2
+
+
 def test_training_seeds_are_paired_in_their_order():
     runs = {f"{name}#{seed}": {"qa/0": [base + seed, base]} for name, base in (("a", 1), ("b", 2)) for seed in range(3)}
     runs["b#2"] = {"qa/0": [5, 2]}
