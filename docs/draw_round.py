@@ -1,6 +1,6 @@
 """Draws one real round of the demo model, `docs/round.png`: the drafted tree and what the target accepted of it.
 
-pip install matplotlib && python docs/draw_round.py
+python docs/draw_round.py
 """
 
 from pathlib import Path

@@ -21,7 +21,8 @@ SMALLEST_BUCKET, LARGEST_STEP = 16, 512
 class Batch:
     """`settings.batch_size` rows, the first of them `prompts` (checked token ids) with a seed each.
 
-    `context` is the most tokens, prompt included, that a row may have.
+    `context` is the most tokens, prompt included, that a row may have. `width`: prompts are padded to this much at
+    least, for batches of different buckets that are to share a program.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class Batch:
         context: int,
         *,
         trace: bool = False,
+        width: int = 0,
     ):
         self.models, self.prompts, self.settings, self.trace = models, prompts, settings, trace
         draft = None if settings.plain else models.draft
         self.plan = Plan.create(models.target.config, draft.config if draft else None, settings.tree, settings.sampling)
         self.params = Params(models.target.params, draft.params if self.plan.draft else None)
-        width = bucket(max(map(len, prompts)))
+        width = max(bucket(max(map(len, prompts))), width)
         # Depends on the bucket and not on the prompts, so that prompts of one bucket share a program.
         most = max(min(width + settings.max_new_tokens, context), width)
         self.slots = round_up(most, SMALLEST_BUCKET) + self.plan.slack
@@ -72,7 +74,7 @@ class Batch:
 
     def start(self) -> None:
         """Runs the prompts."""
-        with self._precise():
+        with self.precise():
             self.state = decode.jit_prefill(self.params, self.plan, self.slots, *self.arguments, self.eos_ids)
         self._look()
 
@@ -88,12 +90,12 @@ class Batch:
                     trace.append(round_record(last, row, len(trace), int(before[0][row])))
 
     def _decode(self, rounds: int) -> None:
-        with self._precise():
+        with self.precise():
             self.state = decode.jit_decode(
                 self.params, self.plan, self.state, self.eos_ids, np.int32(rounds), self.ended
             )
 
-    def _precise(self) -> contextlib.AbstractContextManager:
+    def precise(self) -> contextlib.AbstractContextManager:
         """Full float32 products where float32 was asked for: GPUs and TPUs default to fewer bits."""
         return jax.default_matmul_precision("highest" if self.models.dtype == "float32" else "default")
 

@@ -51,14 +51,26 @@ def load_models(
     draft_source = None if draft is None else Source.open(draft)
     text = tokenizer_for(source, tokenizer)
     eos_ids = find_eos_ids(source, text)
-    loaded, drafter = load_target(source, place), None
+    loaded = load_target(source, place)
     if loaded.config.window is not None:
         notes.append(f"attention of the target slides; texts end at its window, {loaded.config.context} tokens")
-    if draft_source is not None:
-        drafter = load_draft(draft_source, place, spans)
-        _check_pair(loaded, drafter)
-        notes += _settle_embedding(loaded, drafter)
-    return Models(loaded, drafter, text, eos_ids, dtype, tuple(notes))
+    models = Models(loaded, None, text, eos_ids, dtype, tuple(notes))
+    return models if draft_source is None else _with_draft(models, load_draft(draft_source, place, spans))
+
+
+def with_draft(models: Models, draft: str | Path, spans: Sequence[int] | str | None = None) -> Models:
+    """The same target, on one device and read only once, with another drafter. Arguments and errors as for
+    `load_models`.
+    """
+    spans = parse_spans(spans) if isinstance(spans, str) else spans
+    place, _ = _place_on(None, jnp.dtype(models.dtype))
+    return _with_draft(models, load_draft(Source.open(draft), place, spans))
+
+
+def _with_draft(models: Models, drafter: Loaded) -> Models:
+    _check_pair(models.target, drafter)
+    notes = _settle_embedding(models.target, drafter)
+    return dataclasses.replace(models, draft=drafter, notes=(*models.notes, *notes))
 
 
 def find_eos_ids(source: Source, tokenizer) -> tuple[int, ...]:

@@ -17,21 +17,30 @@ FIELDS = ("prompt", "messages", "turns", "prompt_ids")
 
 def read_prompts(path: str) -> list[Prompt]:
     """One prompt a line: an object with `prompt`, `messages`, `turns` (its first one is taken) or `prompt_ids`."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that cannot be one
-        raise InputError(f"{path}: not readable ({error})") from error
-    prompts = [_prompt_of(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [prompt_in(record, f"{path}, line {number}") for number, record in read_lines(path)]
     if not prompts:
         raise InputError(f"{path}: holds no prompts")
     return prompts
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def read_lines(path: str) -> list[tuple[int, Any]]:
+    """The JSON values of a file of lines, with their line numbers. Blank lines are passed over."""
     try:
-        record: Any = json.loads(line)
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that cannot be one
+        raise InputError(f"{path}: not readable ({error})") from error
+    return [(number, _json(line, f"{path}, line {number}")) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from error
+
+
+def prompt_in(record: Any, where: str) -> Prompt:
+    """The prompt that a JSON value holds in one of `FIELDS`. Raises InputError naming `where`."""
     field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
     if field is None:
         raise InputError(f"{where}: expected an object with one of {', '.join(FIELDS)}")

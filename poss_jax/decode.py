@@ -157,8 +157,26 @@ def decode_round(params: Params, plan: Plan, state: State, eos_ids: jax.Array) -
     """Draft, verify, commit. Rows that have stopped are computed along; their tokens, lengths and counts stay, their
     caches and features are of no use any more.
     """
+    return verify_round(params, plan, state, *draft_round(params, plan, state), eos_ids)
+
+
+def draft_round(params: Params, plan: Plan, state: State) -> tuple[Tree, draft.Caches]:
+    """The first part of a round: the tree, and the draft caches brought up to date."""
+    root = cache.read_rows(state.tokens, state.length - 1, 1)[:, 0]
+    if plan.draft is None:
+        return tree.root_only(root), ()
+    functions = draft.Functions(plan.draft, params.draft, params.target)
+    start = state.length - 1 - state.fresh
+    following = cache.read_rows(state.tokens, start + 1, plan.slack)  # row i holds token i + 1
+    fresh = draft.Fresh(functions.inputs(following, state.features), start, state.fresh)
+    return draft.draft_tree(functions, plan.tree, root, fresh, state.draft_caches)
+
+
+def verify_round(
+    params: Params, plan: Plan, state: State, tree_drafted: Tree, draft_caches: draft.Caches, eos_ids: jax.Array
+) -> State:
+    """The second part of a round: the target's pass over the tree, what it accepts, and the commit."""
     committed = state.length - 1
-    tree_drafted, draft_caches = _draft(params, plan, state)
     positions = committed[:, None] + tree_drafted.depths
     features, new_rows = llama.forward(
         params.target,
@@ -173,17 +191,6 @@ def decode_round(params: Params, plan: Plan, state: State, eos_ids: jax.Array) -
     logits = llama.head(params.target, features)  # [b, n, v]
     accepted = jax.vmap(_accept, in_axes=(None, 0, 0, 0, 0))(plan, tree_drafted, logits, state.key, committed)
     return _commit(plan, state, tree_drafted, draft_caches, accepted, features, new_rows, eos_ids)
-
-
-def _draft(params: Params, plan: Plan, state: State) -> tuple[Tree, draft.Caches]:
-    root = cache.read_rows(state.tokens, state.length - 1, 1)[:, 0]
-    if plan.draft is None:
-        return tree.root_only(root), ()
-    functions = draft.Functions(plan.draft, params.draft, params.target)
-    start = state.length - 1 - state.fresh
-    following = cache.read_rows(state.tokens, start + 1, plan.slack)  # row i holds token i + 1
-    fresh = draft.Fresh(functions.inputs(following, state.features), start, state.fresh)
-    return draft.draft_tree(functions, plan.tree, root, fresh, state.draft_caches)
 
 
 def _accept(plan: Plan, tree_row: Tree, logits: jax.Array, key: jax.Array, position: jax.Array):

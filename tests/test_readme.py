@@ -39,7 +39,7 @@ def test_shell_commands(checkout):
     """All but the ones of `make`, in one shell, since they share a variable; the environment is this one already."""
     lines = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
     lines = [line for line in lines if not line.startswith(("make ", "source "))]
-    assert sum(line.startswith("python -m ") for line in lines) == 9
+    assert sum(line.startswith("python -m ") for line in lines) == 11
     shown = run(checkout, "bash", "-euc", "\n".join(lines))
     assert "sky" in shown
     assert "acceptance by position" in shown
@@ -47,6 +47,8 @@ def test_shell_commands(checkout):
     assert "tokens identical" in shown
     assert "complete: all that the config asks for is there" in shown
     assert "Paris" in shown
+    assert "poss3, T=0, 4 levels" in shown
+    assert "Position-wise acceptance" in shown
 
 
 def test_python_code(checkout):

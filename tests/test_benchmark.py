@@ -1,0 +1,461 @@
+"""`python -m infer.benchmark` from end to end on tiny models: what it measures, and that it goes on where it ended."""
+
+import json
+import os
+import re
+import shlex
+import signal
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from infer import Generator, Settings, benchmark, study
+from infer.benchmark_jobs import coarse_width
+from infer.benchmark_store import Key, Study
+from infer.clock import Clock, Stopped
+from infer.summary import Results, Setting
+from infer.timing import Runner, repeat_draft, repeat_verify
+from poss_jax import decode
+from tests import fixtures, golden_data
+from tests.test_lossless import prompt_of
+from tests.test_program import batch_of, compilations
+
+TREE = "--levels 2 --total-nodes 5 --draft-top-k 2"
+LENGTHS = "--max-new-tokens 6 --batch-size 3 --timing-prompts 1 --timing-repeats 2 --drift-prompts 1"
+SETS = "--prompts {root}/talk/question.jsonl {root}/single.jsonl"
+DRAFTS = "--target {root}/words --drafts one={root}/one two={root}/two,{root}/two_again --spans two=1,1"
+COMMAND = f"{DRAFTS} {SETS} {TREE} {LENGTHS} --temperature 0 1 --seeds 2"
+CHEAP = f"{DRAFTS} {SETS} {TREE} {LENGTHS} --temperature 0 --drift-prompts 0"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A target that reads words, drafters of one specialist and of two, and two sets of questions."""
+    root = tmp_path_factory.mktemp("benchmark")
+    config = fixtures.tiny(root / "words", eos_token_id=63)
+    fixtures.tok(root / "words")
+    fixtures.draft(root / "one", config, 1)
+    fixtures.draft(root / "longer", config, 1, intermediate_size=96)
+    fixtures.draft(root / "two", config, 2)
+    fixtures.draft(root / "two_again", config, 2, seed=8)
+    (root / "talk").mkdir()
+    write(
+        root / "talk" / "question.jsonl",
+        {"question_id": 81, "category": "math", "turns": ["w1 w2", "w3 w4 w5"]},
+        {"question_id": 82, "category": "prose", "turns": ["w6", "w7 w8"]},
+    )
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    write(root / "single.jsonl", {"prompt": "w9 w10"}, {"messages": [*messages, {"role": "user", "content": "w3"}]})
+    return root
+
+
+def write(path, *records: dict):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def run(root, out, command: str, capsys=None) -> str:
+    """What a benchmark that must succeed prints."""
+    arguments = shlex.split(command.format(root=root)) + ["--out", str(out), "--commit", "abc"]
+    status = benchmark.main(arguments)
+    shown = capsys.readouterr() if capsys else None
+    assert status == 0, shown
+    return shown.out + shown.err if shown else ""
+
+
+@pytest.fixture(scope="module")
+def out(root):
+    """The directory of a whole benchmark."""
+    run(root, root / "whole", COMMAND)
+    return root / "whole"
+
+
+@pytest.fixture(scope="module")
+def results(out):
+    return Results(Study.read(out))
+
+
+def keys_of(directory) -> list[Key]:
+    return [Key(*(record[field] for field in Key._fields)) for record in Study.read(directory).records]
+
+
+def test_everything_is_measured_once(out):
+    """6 turns; 1 + 2 runs of sampling; 3 trained drafters of which 2 are timed, on 3 turns and at both temperatures."""
+    kinds = Counter(key.kind for key in keys_of(out))
+    assert kinds == {"plain": 6 * 3, "drafted": 6 * 3 * 3, "timing": 3 * 2 * 2, "split": 2 * 2, "drift": 3 * 3}
+    assert len(set(keys_of(out))) == sum(kinds.values())
+
+
+def test_answers_are_those_of_the_generator_and_drafted_ones_the_targets_own(root, out, results):
+    generator = Generator.from_pretrained(str(root / "words"))
+    (answer,) = generator.generate(["w9 w10"], max_new_tokens=6)
+    records = {Key(*(r[field] for field in Key._fields)): r for r in Study.read(out).records}
+    plain = records[Key("plain", "plain", 0, "single", "1", 0, 0.0, 0, 0)]
+    assert plain["token_ids"] == answer.token_ids
+    assert plain["text"] == answer.text
+    for drafter in results.drafters:
+        for setting in results.settings:
+            identical, answers = results.cell(drafter, setting).identical
+            assert identical == answers == results.cell(drafter, setting).expected
+
+
+def test_later_turns_follow_the_models_own_answers(root, out):
+    records = {Key(*(r[field] for field in Key._fields)): r for r in Study.read(out).records}
+    first = records[Key("plain", "plain", 0, "talk", "81", 0, 0.0, 0, 0)]
+    second = records[Key("plain", "plain", 0, "talk", "81", 1, 0.0, 0, 0)]
+    messages = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": first["text"]}]
+    messages.append({"role": "user", "content": "w3 w4 w5"})
+    (expected,) = Generator.from_pretrained(str(root / "words")).generate([messages], max_new_tokens=6)
+    assert second["token_ids"] == expected.token_ids
+    assert second["prompt_tokens"] == len(expected.prompt_ids)
+
+
+def test_sampling_seeds_differ_and_prompts_do_not_share_their_randomness(out):
+    sampled = [r["token_ids"] for r in Study.read(out).records if r["kind"] == "plain" and r["temperature"] == 1]
+    assert len({tuple(ids) for ids in sampled}) == len(sampled) == 12
+
+
+def test_figures_are_those_of_the_records(out, results):
+    """Counted anew here, without any of the code that is tested."""
+    setting = Setting(0.0, 2)
+    records = [r for r in Study.read(out).records if r["kind"] == "drafted" and r["drafter"] == "two"]
+    lengths = [n for r in records if r["temperature"] == 0 for n in r["accept_lengths"]]
+    cell = results.cell("two", setting)
+    assert cell.counts.tokens_per_round == pytest.approx(np.mean(lengths) + 1)
+    assert cell.counts.acceptance(1) == [np.mean(np.array(lengths) >= 1)]
+    assert cell.over("training_seed").count == 2
+    assert results.cell("two", Setting(1.0, 2)).over("seed").count == 2
+    low, high = cell.interval
+    assert low <= cell.counts.tokens_per_round <= high
+    timed = [r for r in Study.read(out).records if r["kind"] == "timing" and r["drafter"] == "one"]
+    duration = results.timings("one", setting).drafted
+    assert duration.tokens == sum(r["drafted"]["tokens"] for r in timed if r["temperature"] == 0)
+    plain = results.timings("one", setting).plain
+    assert plain.rounds == plain.tokens - plain.answers  # a step a token, but for the prompt's own
+
+
+def test_the_same_command_measures_nothing_a_second_time(root, out, capsys):
+    before = (out / "records.jsonl").read_bytes()
+    with compilations() as compiled:
+        shown = run(root, out, COMMAND, capsys)
+    assert (out / "records.jsonl").read_bytes() == before
+    assert compiled == []
+    assert "Overall" in shown
+    assert [run["ended"] for run in Study.read(out).description["runs"]] == ["done", "done"]
+
+
+def test_a_run_that_time_ends_is_marked_and_the_same_command_goes_on(root, tmp_path, capsys):
+    """Each process does a step at least, so it comes to an end; its records are those of one run."""
+    shown = run(root, tmp_path / "short", f"{CHEAP} --minutes 0.00001", capsys)
+    assert "partial: the time of --minutes is over; the same command goes on" in shown
+    assert 0 < len(keys_of(tmp_path / "short")) <= 3
+    page = (tmp_path / "short" / "report.html").read_text()
+    assert "Partial results:</b> 0 of 18 answers are there" in page
+    for _ in range(60):
+        if "partial" not in run(root, tmp_path / "short", f"{CHEAP} --minutes 0.0001", capsys):
+            break
+    assert "Partial results" not in (tmp_path / "short" / "report.html").read_text()
+    run(root, tmp_path / "long", CHEAP, capsys)
+    assert untimed(tmp_path / "short") == untimed(tmp_path / "long")
+
+
+def test_an_interrupted_run_keeps_what_was_finished(root, tmp_path, capsys, monkeypatch):
+    """Ctrl-C inside the third batch; the programs cache is what it was before."""
+    batches, answer, cache = [], Runner.answer, jax.config.jax_compilation_cache_dir
+
+    def interrupted(*arguments):
+        batches.append(arguments)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    monkeypatch.setattr(Runner, "answer", interrupted)
+    arguments = [*shlex.split(CHEAP.format(root=root)), "--out", str(tmp_path)]
+    assert benchmark.main(arguments) == 130
+    assert jax.config.jax_compilation_cache_dir == cache
+    kept = (tmp_path / "records.jsonl").read_bytes()
+    assert len(keys_of(tmp_path)) == 4  # a batch of three and one of one: the first turns, plain
+    run(root, tmp_path, CHEAP, capsys)
+    assert (tmp_path / "records.jsonl").read_bytes().startswith(kept)
+    assert [run["ended"] for run in Study.read(tmp_path).description["runs"]] == ["was interrupted", "done"]
+
+
+def test_timing_may_leave_temperatures_out(root, tmp_path, capsys):
+    shown = run(root, tmp_path, f"{COMMAND} --timing-temperature 1 --seeds 1 --limit 1 --drift-prompts 0", capsys)
+    timed = [key for key in keys_of(tmp_path) if key.kind in ("timing", "split")]
+    assert {key.temperature for key in timed} == {1.0}
+    assert "*" not in shown
+    assert Results(Study.read(tmp_path)).split("one", 2).prompts == 2
+
+
+def test_half_precision_is_compared_with_its_own_plain_answers(root, tmp_path, capsys):
+    """Where rounding makes an answer leave the plain one, the target was all but undecided."""
+    command = CHEAP.replace("--timing-prompts 1", "--timing-prompts 0").replace(
+        "--max-new-tokens 6", "--max-new-tokens 40"
+    )
+    run(root, tmp_path, f"{command} --dtype bfloat16", capsys)
+    results = Results(Study.read(tmp_path))
+    cell = results.cell("two", Setting(0.0, 2))
+    parted = [record for record in cell.records if not record["identical"]]
+    assert cell.identical == (len(cell.records) - len(parted), 12)
+    assert all(record["logit_gap"] < 0.2 for record in parted)
+    assert cell.largest_gap == max((r["logit_gap"] for r in parted), default=None)
+
+
+def untimed(directory) -> list[str]:
+    """All records, sorted, without what a clock gave."""
+    records = [r for r in Study.read(directory).records if r["kind"] in ("plain", "drafted")]
+    return sorted(json.dumps(record, sort_keys=True) for record in records)
+
+
+def test_sigterm_and_time_end_the_work_before_a_step():
+    with Clock(None, started=0.0) as clock:
+        clock.step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            clock.step()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    clock = Clock(1.0, started=-1e9)
+    clock.step()  # the first is always begun
+    with pytest.raises(Stopped, match="the time of --minutes is over"):
+        clock.step()
+
+
+def test_more_drafters_and_levels_are_added_to_what_is_there(root, tmp_path, capsys):
+    start = f"--target {{root}}/words {SETS} {LENGTHS} --temperature 0 --drift-prompts 0 --timing-prompts 0"
+    run(root, tmp_path, f"{start} {TREE} --drafts one={{root}}/one --limit 1", capsys)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    shown = run(root, tmp_path, f"{start} {TREE} --drafts two={{root}}/two --spans two=1,1 --limit 1", capsys)
+    assert (tmp_path / "records.jsonl").read_bytes().startswith(before)
+    assert Counter(key.drafter for key in keys_of(tmp_path)) == {"plain": 3, "one": 3, "two": 3}
+    assert re.search(r"one, T=0, 2 levels .*3 of 3\n", shown)
+    assert re.search(r"two, T=0, 2 levels .*3 of 3\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--max-new-tokens 7", "was begun with another --max-new-tokens (6); give that, or another --out"),
+        ("--total-nodes 4", "was begun with another --total-nodes (5)"),
+        ("--dtype bfloat16", "was begun with another --dtype (float32)"),
+        ("--drafts one={root}/two_again --spans one=1,1", "--drafts one: not the drafter that --out"),
+        ("--prompts {root}/other/single.jsonl", "--prompts: single is not what it was when --out"),
+    ],
+)
+def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message):
+    (root / "other").mkdir(exist_ok=True)
+    write(root / "other" / "single.jsonl", {"prompt": "w1"})
+    before = (out / "records.jsonl").read_bytes()
+    command = COMMAND.replace(" --spans two=1,1", "") if "--drafts" in change else COMMAND
+    assert refusal(root, out, f"{command} {change}", capsys).startswith("error: ")
+    assert message in refusal(root, out, f"{command} {change}", capsys)
+    assert (out / "records.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--drafts {root}/one", "must be a name and a value, such as poss3=VALUE"),
+        (
+            "--drafts one={root}/one one={root}/two",
+            "--drafts names one twice; training seeds of one drafter are written",
+        ),
+        ("--drafts plain={root}/one", "plain is what decoding without a drafter is called; choose another name"),
+        (
+            "--drafts one={root}/one,{root}/longer",
+            "one: training seeds of one drafter must have the same spans and shape",
+        ),
+        ("--drafts one={root}/two", "spans"),
+        ("--drafts one={root}/one --spans two=3", "--spans two=3: --drafts has no two"),
+        ("--drafts one={root}/none", "none: no such file or directory"),
+        ("--prompts {root}/none.jsonl", "none.jsonl: not readable"),
+        ("--prompts {root}/single.jsonl {root}/single.jsonl", "--prompts holds 2 sets that are called single"),
+        ("--seeds 0", "--seeds 0 must be at least 1"),
+        ("--batch-size 0", "--batch-size 0 must be at least 1"),
+        ("--timing-prompts -1", "--timing-prompts -1 must be at least 0"),
+        ("--timing-repeats 0", "--timing-repeats 0 must be at least 1"),
+        ("--drift-prompts -1", "--drift-prompts -1 must be at least 0"),
+        ("--limit 0", "--limit 0 must be at least 1"),
+        ("--minutes 0", "--minutes 0.0 must be a number above 0"),
+        ("--levels 0", "--levels 0 must be a whole number of at least 1"),
+        ("--levels 2 3 2", "--levels names 2 twice"),
+        ("--timing-temperature 0.5", "--timing-temperature 0.5 is not among --temperature; add it there"),
+        ("--temperature -1", "temperature -1.0 must be 0 (greedy) or from"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_in_a_line(root, tmp_path, capsys, change, message):
+    command = COMMAND.replace(" --spans two=1,1", "") if "--drafts" in change else COMMAND
+    shown = refusal(root, tmp_path / "new", f"{command} {change}", capsys)
+    assert message in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def refusal(root, out, command: str, capsys) -> str:
+    capsys.readouterr()
+    arguments = [*shlex.split(command.format(root=root)), "--out", str(out)]
+    assert benchmark.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ("", "questions.jsonl: holds no questions"),
+        ("{", "questions.jsonl, line 1: not JSON"),
+        ('{"text": "w1"}', "line 1: expected an object with one of prompt, messages, turns, prompt_ids"),
+        ('\n{"turns": []}', "line 2: turns must be a list of texts that is not empty"),
+        ('{"turns": ["w1", 2]}', "line 1: turns must be a list of texts that is not empty"),
+        (
+            '{"question_id": 5, "prompt": "a"}\n{"question_id": "5", "prompt": "b"}',
+            "2 questions have the question_id 5",
+        ),
+        ('{"prompt_ids": [3, 64]}', "questions, question 1: the prompt holds token id 64"),
+    ],
+)
+def test_sets_that_cannot_be_asked_are_named(root, tmp_path, capsys, records, message):
+    (tmp_path / "questions.jsonl").write_text(records)
+    command = COMMAND.replace(SETS, f"--prompts {tmp_path}/questions.jsonl")
+    assert message in refusal(root, tmp_path / "new", command, capsys)
+
+
+def test_hub_data_sets_are_read_with_datasets(root, tmp_path, monkeypatch, capsys):
+    """A directory of the form owner/name is what the hub has behind such a name; its test split is taken."""
+    directory = tmp_path / "owner" / "mine"
+    directory.mkdir(parents=True)
+    for split, text in (("train", "w1"), ("test", "w2 w3")):
+        write(directory / f"{split}.jsonl", {"prompt": [text, "w4"], "category": "math"})
+    import datasets
+
+    load = datasets.load_dataset
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name: load(str(tmp_path / name), cache_dir=str(tmp_path / "c"))
+    )
+    from infer.prompt_sets import read_prompt_sets
+
+    (found,) = read_prompt_sets(["owner/mine"])
+    assert found.name == "mine"
+    assert [(q.prompt, q.later_turns, q.category) for q in found.questions] == [("w2 w3", ("w4",), "math")]
+
+
+def test_prompts_beyond_the_context_are_left_out_and_said_so(root, tmp_path, capsys):
+    write(tmp_path / "long.jsonl", {"turns": ["w1 " * 300, "w2"]}, {"turns": ["w3"]})
+    command = CHEAP.replace(SETS, f"--prompts {tmp_path}/long.jsonl")
+    shown = run(root, tmp_path / "out", command, capsys)
+    results = Results(Study.read(tmp_path / "out"))
+    assert [(r["question"], r["turn"], r["skipped"]) for r in results.skipped] == [
+        ("1", 0, "longer than the target's context"),
+        ("1", 1, "longer than the target's context"),
+    ]
+    assert results.cell("one", Setting(0.0, 2)).complete
+    assert "2 prompts were left out" in (tmp_path / "out" / "report.html").read_text()
+    assert "partial" not in shown
+
+
+def test_the_golden_traces_accept_lengths_come_out_of_the_command(tmp_path, capsys):
+    """Setting B of the PosS-3 draft, all prompts in one batch."""
+    runs = [run for run in golden_data.trace("poss3")["runs"] if run["setting"] == "B"]
+    write(tmp_path / "golden.jsonl", *({"prompt_ids": run["prompt_ids"]} for run in runs))
+    assert (runs[0]["levels"], runs[0]["total_nodes"], runs[0]["top_k"]) == (4, 16, 4)
+    command = (
+        f"--target {golden_data.TARGET} --drafts poss3={golden_data.ROOT / 'drafts' / 'poss3'} --spans poss3=3,3 "
+        f"--prompts {tmp_path}/golden.jsonl --temperature 0 --levels 4 --total-nodes 16 --draft-top-k 4 "
+        f"--max-new-tokens 64 --batch-size {len(runs)} --timing-prompts 0 --drift-prompts 0"
+    )
+    run(tmp_path, tmp_path / "out", command, capsys)
+    results = Results(Study.read(tmp_path / "out"))
+    cell = results.cell("poss3", Setting(0.0, 4))
+    ours = {record["question"]: record["accept_lengths"] for record in cell.records}
+    theirs = {str(number): run["accept_lengths"] for number, run in enumerate(runs, 1)}
+    assert all(theirs[name][: len(lengths)] == lengths for name, lengths in ours.items())
+    kept = [n for name, lengths in ours.items() for n in theirs[name][: len(lengths)]]
+    assert cell.counts.tokens_per_round == pytest.approx(1 + sum(kept) / len(kept))
+    assert cell.identical == (len(runs), len(runs))
+
+
+def test_g17_times_compile_once_for_a_bucket_and_block_until_done(tiny):
+    """Two prompts of different length, each timed twice."""
+    runner = Runner(tiny)
+    settings = Settings(max_new_tokens=9, levels=2, total_nodes=5, draft_top_k=2)
+    with compilations() as first:
+        timed = runner.time(prompt_of(18), 0, settings, repeats=1)
+    assert first
+    with compilations() as later:
+        again = [runner.time(prompt_of(length), 0, settings, repeats=2) for length in (18, 31)]
+    assert later == []
+    for one in (timed, *again):
+        duration = one.duration
+        assert duration.tokens == len(one.answer.token_ids) == 9
+        assert duration.rounds == one.answer.rounds
+        assert duration.prefill_seconds > 0 < duration.decode_seconds
+    assert timed.answer.token_ids == again[0].answer.token_ids
+
+
+def test_the_parts_of_a_round_that_are_timed_are_the_round(tiny):
+    """Whatever the number of repetitions: the tree and the state that a round makes."""
+    batch = batch_of(tiny, [prompt_of(10)], max_new_tokens=20, levels=3, total_nodes=8, draft_top_k=2)
+    batch.start()
+    batch.advance(2)
+    state = batch.state
+    whole = jax.jit(decode.decode_round, static_argnums=1)(batch.params, batch.plan, state, batch.eos_ids)
+    for repeats in (1, 3):
+        tree, caches = repeat_draft(batch.params, batch.plan, state, np.int32(repeats))
+        np.testing.assert_array_equal(tree.tokens, whole.last_round.tree.tokens)
+        jax.tree.map(np.testing.assert_array_equal, caches, whole.draft_caches)
+        after = repeat_verify(batch.params, batch.plan, state, tree, batch.eos_ids, np.int32(repeats))
+        for field in ("tokens", "length", "rounds", "accept_lengths"):
+            np.testing.assert_array_equal(getattr(after, field), getattr(whole, field))
+        assert int(after.rounds[0]) == 3
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 128), (128, 128), (129, 512), (513, 2048), (2049, 4096)])
+def test_prompts_that_are_not_timed_have_few_widths(length, width):
+    assert coarse_width(length) == width
+
+
+def test_the_report_needs_no_other_file_and_says_what_ran(out):
+    page = (out / "report.html").read_text()
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    assert page.count("data:image/png;base64,") == len(list((out / "figures").glob("*.png"))) == 6
+    for text in ("two against one, T=0, 2 levels, overall", "abc", "--max-new-tokens 6", "two_again", "words"):
+        assert text in page
+    assert str(out.parent) not in page  # a page is for others
+    assert "Peak device memory of a whole process, run 1 on cpu (1 of 8) with the target and one, two: unknown" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("overall", "Overall"),
+        ("sets", "By set, T=0, 2 levels"),
+        ("tests", "two is not told apart from one at T=0, 2 levels: "),
+        ("ablation", "Spans and levels, T=1"),
+        ("acceptance", "Losslessness"),
+        ("tasks", "category math"),
+        ("time", "Time split of a round"),
+        ("specialists", "Memory and latency by number of specialists"),
+        ("drift", "two: cosine"),
+    ],
+)
+def test_studies_from_saved_results(out, capsys, name, title):
+    assert study.main([name, "--out", str(out)]) == 0
+    assert title in capsys.readouterr().out
+
+
+def test_the_report_is_written_anew_from_saved_results(out, capsys):
+    before = (out / "report.html").read_text()
+    (out / "report.html").unlink()
+    assert study.main(["report", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}/report.html\n"
+    assert text_of((out / "report.html").read_text()) == text_of(before)
+
+
+def text_of(page: str) -> str:
+    return re.sub(r'src="data:[^"]*"', "", page).split("<h2>What was run")[0]
+
+
+def test_studies_of_nothing_are_refused(tmp_path, capsys):
+    assert study.main(["overall", "--out", str(tmp_path)]) == 2
+    assert "holds no records.jsonl; python -m infer.benchmark --out" in capsys.readouterr().err
