@@ -101,8 +101,7 @@ class Store:
 
 
 def read_records(directory: Path) -> tuple[dict[Key, Record], int]:
-    """All whole records, and how many bytes they are. Raises InputError naming a line that is none, or is there "
-    "twice."""
+    """All whole records, and how many bytes they are. Raises InputError for a line that is none, or is there twice."""
     path, records, end = directory / RECORDS, {}, 0
     if not path.exists():
         raise InputError(f"{directory}: holds no {RECORDS}; python -m infer.benchmark --out {directory} makes it")
