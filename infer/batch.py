@@ -38,7 +38,10 @@ class Batch:
     ):
         self.models, self.prompts, self.settings, self.trace = models, prompts, settings, trace
         draft = None if settings.plain else models.draft
-        self.plan = Plan.create(models.target.config, draft.config if draft else None, settings.tree, settings.sampling)
+        shape = settings.tree
+        if draft is not None and "vocab" in draft.params:
+            shape = shape.clamp(len(draft.params["vocab"]["ids"]))  # no wider than what may be drafted
+        self.plan = Plan.create(models.target.config, draft.config if draft else None, shape, settings.sampling)
         self.params = Params(models.target.params, draft.params if self.plan.draft else None)
         width = max(bucket(max(map(len, prompts))), width)
         # Depends on the bucket and not on the prompts, so that prompts of one bucket share a program.

@@ -14,6 +14,7 @@ from infer.loading import Models
 from poss_jax import acceptance
 from poss_jax.config import DraftConfig
 from poss_jax.objective import Objective, Rows
+from poss_jax.specialist import BORROWED
 
 measure = jax.jit(acceptance.acceptance, static_argnums=0)
 
@@ -35,7 +36,7 @@ def drift(models: Models, prompt: list[int], answer: list[int], positions: int, 
     frozen = {"target": models.target.params}
     if "embed" in models.draft.params:
         frozen["embed"] = models.draft.params["embed"]
-    params = {name: value for name, value in models.draft.params.items() if name != "embed"}
+    params = {name: value for name, value in models.draft.params.items() if name not in BORROWED}
     precision = "highest" if models.dtype == "float32" else "default"
     with jax.default_matmul_precision(precision):
         sums = measure(objective, params, frozen, _rows(ids, supervised, width))

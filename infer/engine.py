@@ -47,14 +47,20 @@ class Generator:
         dtype: str = "float32",
         mesh: str | None = None,
         tokenizer: str | Path | None = None,
+        draft_vocab: str | Path | None = None,
     ) -> "Generator":
         """Loads a target (directory, hub id, GGUF file) and a drafter (directory or hub id).
 
         `spans`: how many draft positions each specialist serves, (3, 3) or "3,3"; needed where there are several and
         the drafter's config does not say. `mesh`: "tensor=N" splits the weights over N devices. `tokenizer`: where to
-        take the tokenizer from, if not from the target. Raises InputError.
+        take the tokenizer from, if not from the target. `draft_vocab`: a file of the only tokens to draft. Raises
+        InputError.
         """
-        return cls(load_models(target, draft, spans=spans, dtype=dtype, mesh=mesh, tokenizer=tokenizer))
+        return cls(
+            load_models(
+                target, draft, spans=spans, dtype=dtype, mesh=mesh, tokenizer=tokenizer, draft_vocab=draft_vocab
+            )
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

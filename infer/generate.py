@@ -35,6 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="draft positions of each specialist, such as 3,3; needed where the "
         "drafter has several and its config does not say",
     )
+    models.add_argument(
+        "--draft-vocab",
+        metavar="FILE",
+        help="draft only the tokens of this file, which train.draft_vocab writes: a smaller head, and the same text",
+    )
     models.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
     models.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and caches (%(default)s)")
     models.add_argument("--mesh", help="tensor=N splits the weights over N devices")
@@ -141,8 +146,9 @@ def check_flags(options: argparse.Namespace) -> None:
         (options.batch_size > 1 and options.compare, "--compare times prompts alone; leave out --batch-size"),
         (options.batch_size > 1 and options.chat, "--chat is one conversation; leave out --batch-size"),
     ]
-    for flag in ("spans", "compare", "trace"):
-        clashes.append((getattr(options, flag) and options.draft is None, f"--{flag} needs --draft"))
+    for flag in ("spans", "draft_vocab", "compare", "trace"):
+        needs = f"--{flag.replace('_', '-')} needs --draft"
+        clashes.append((getattr(options, flag) and options.draft is None, needs))
     for flag in ("raw", "json", "trace", "compare"):
         clashes.append((options.chat and getattr(options, flag), f"--chat and --{flag} do not go together"))
     for flag in ("raw", "system"):
@@ -166,6 +172,7 @@ def generator_from(options: argparse.Namespace) -> Generator:
         dtype=options.dtype,
         mesh=options.mesh,
         tokenizer=options.tokenizer,
+        draft_vocab=options.draft_vocab,
     )
 
 

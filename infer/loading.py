@@ -8,8 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from convert.checkpoint import Source, read_json
-from convert.load import Loaded, Place, load_draft, load_target, on_devices
+from convert.load import Loaded, Place, load_draft, load_target, on_devices, target_plan
 from convert.tokenizer import tokenizer_for
+from infer.draft_vocab import read_draft_vocab
+from poss_jax import draft as draft_functions
 from poss_jax import sharding
 from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
@@ -41,6 +43,7 @@ def load_models(
     dtype: str = "float32",
     mesh: str | None = None,
     tokenizer: str | Path | None = None,
+    draft_vocab: str | Path | None = None,
 ) -> Models:
     """See `Generator.from_pretrained`. Every file is opened, and so checked, before any weight is read."""
     if dtype not in DTYPES:
@@ -49,13 +52,22 @@ def load_models(
     place, notes = _place_on(mesh, jnp.dtype(dtype))
     source = Source.open(target)
     draft_source = None if draft is None else Source.open(draft)
+    if draft_vocab is not None:
+        if draft is None:
+            raise InputError(f"draft vocabulary {draft_vocab}: there is no drafter to use it")
+        kept = read_draft_vocab(draft_vocab, target_plan(source)[0].vocab_size)
     text = tokenizer_for(source, tokenizer)
     eos_ids = find_eos_ids(source, text)
     loaded = load_target(source, place)
     if loaded.config.window is not None:
         notes.append(f"attention of the target slides; texts end at its window, {loaded.config.context} tokens")
     models = Models(loaded, None, text, eos_ids, dtype, tuple(notes))
-    return models if draft_source is None else _with_draft(models, load_draft(draft_source, place, spans))
+    if draft_source is None:
+        return models
+    models = _with_draft(models, load_draft(draft_source, place, spans))
+    if draft_vocab is not None:
+        models.draft.params["vocab"] = draft_functions.trim_head(loaded.params, kept)
+    return models
 
 
 def with_draft(models: Models, draft: str | Path, spans: Sequence[int] | str | None = None) -> Models:

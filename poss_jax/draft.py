@@ -32,7 +32,9 @@ class Fresh(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """A drafter with its parameters and what it borrows from the target (embedding unless it has one; head)."""
+    """A drafter with its parameters and what it borrows from the target: embedding unless it has one, head unless it
+    has a `trim_head` under `vocab`.
+    """
 
     config: DraftConfig
     params: Params
@@ -48,10 +50,22 @@ class Functions(NamedTuple):
         return self.drafter.inputs(embed[tokens], features)
 
     def best_tokens(self, predicted: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """The `width` most probable tokens after predicted features [b, t, h] and their log-probabilities."""
-        logits = llama.head(self.target, predicted)
+        """The `width` most probable tokens after predicted features [b, t, h] and their log-probabilities, among those
+        that the drafter may propose.
+        """
+        vocab = self.params.get("vocab")
+        logits = llama.head(self.target if vocab is None else vocab, predicted)
         values, tokens = jax.lax.top_k(logits, width)
+        tokens = tokens if vocab is None else vocab["ids"][tokens]
         return tokens, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def trim_head(target: llama.Params, ids: jax.Array) -> Params:
+    """The target's head for the tokens `ids` [n] alone: `head` [h, n], and `ids`, int32. As `vocab` among a drafter's
+    parameters it leaves the other tokens to the target, which still chooses among all.
+    """
+    head = target["head"][:, ids] if "head" in target else target["embed"][ids].T
+    return {"head": head, "ids": jnp.asarray(ids, jnp.int32)}
 
 
 def fill_prefix(functions: Functions, tokens: jax.Array, features: jax.Array, caches: Caches) -> Caches:

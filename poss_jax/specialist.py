@@ -20,6 +20,8 @@ from poss_jax.config import BlockConfig, DraftConfig
 from poss_jax.llama import ParameterSpec
 from poss_jax.rotary import rotary, rotate
 
+# What a drafter has instead of the target's: an embedding, and a head for some of the tokens (`draft.trim_head`).
+BORROWED = ("embed", "vocab")
 _matrix = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=-1)
 
 
@@ -142,7 +144,8 @@ class Drafter(nn.Module):
 
 
 class BoundDrafter(NamedTuple):
-    """A drafter with its parameters (an `embed` among them is left to the caller): `Drafter`'s methods as functions.
+    """A drafter with its parameters (`BORROWED` ones among them are left to the caller): `Drafter`'s methods as
+    functions.
 
     They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training) are cast where
     they are used, so that what several uses add to their gradients is added in the dtype of the parameters.
@@ -152,7 +155,7 @@ class BoundDrafter(NamedTuple):
     params: dict[str, Any]
 
     def _apply(self, dtype: jnp.dtype, *arguments, method: str):
-        modules = {name: value for name, value in self.params.items() if name != "embed"}
+        modules = {name: value for name, value in self.params.items() if name not in BORROWED}
         modules = jax.tree.map(lambda array: array.astype(dtype), modules)
         return Drafter(self.config, dtype).apply({"params": modules}, *arguments, method=method)
 

@@ -244,7 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
     known, data_flags = generate.build_parser(), OneLineParser(add_help=False)
     add_data_flags(data_flags)
     models = parser.add_argument_group("models; a drafter makes it faster and changes no answer")
-    _borrow(models, known, "target", "draft", "spans", "tokenizer", "dtype", "mesh")
+    _borrow(models, known, "target", "draft", "spans", "draft_vocab", "tokenizer", "dtype", "mesh")
     data = parser.add_argument_group("conversations")
     data.add_argument(
         "--data",
@@ -296,8 +296,9 @@ def check_flags(options: argparse.Namespace) -> list[DataSource]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} {value}: must be at least 1")
-    if options.spans and options.draft is None:
-        raise InputError("--spans needs --draft")
+    for flag in ("spans", "draft_vocab"):
+        if getattr(options, flag) and options.draft is None:
+            raise InputError(f"--{flag.replace('_', '-')} needs --draft")
     sources = parse_sources(options.data)
     for source in sources:
         if source.weight is not None:
