@@ -3,6 +3,8 @@
 Everything measured is in --out at once. The same command goes on where it was interrupted, or where --minutes ended it,
 and never measures a thing twice; other sets, drafters, levels, temperatures and more seeds may be added. It ends with a
 table, and with a report in --out.
+
+With --shape it times rounds of a model with random weights instead: see `infer.rounds`.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from tqdm import tqdm
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
-from infer import report, tables
+from infer import report, rounds, tables
 from infer.benchmark_jobs import Jobs, Outline
 from infer.benchmark_store import PLAIN, Store, Study
 from infer.clock import Clock, Stopped
@@ -38,7 +40,11 @@ COMPILED = "compiled"
 
 def build_parser() -> argparse.ArgumentParser:
     defaults = Settings()
-    parser = OneLineParser(prog="python -m infer.benchmark", description=__doc__.split("\n\n")[0].split(": ", 1)[1])
+    parser = OneLineParser(
+        prog="python -m infer.benchmark",
+        description=__doc__.split("\n\n")[0].split(": ", 1)[1],
+        epilog="--shape SHAPE --random-weights times rounds of a model of a known shape instead; with --help, how.",
+    )
     what = parser.add_argument_group("what is compared")
     what.add_argument("--target", required=True, help="directory, hub id or GGUF file of the target")
     what.add_argument(
@@ -358,6 +364,9 @@ def _work(jobs: Jobs, options: argparse.Namespace, started: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if any(argument.split("=")[0] == "--shape" for argument in arguments):
+        return rounds.main(arguments)
     return exit_status(run, build_parser().parse_args(arguments))
 
 

@@ -90,11 +90,17 @@ class Counted:
         return part
 
 
-@pytest.mark.parametrize(("name", "axis"), [(name, axis) for name in LAYOUTS for axis in range(4)])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        (name, axis)
+        for name, (_, shape) in LAYOUTS.items()
+        for axis in range(len(shape))
+        if axis not in NEVER_SPLIT.get(name, ())
+    ],
+)
 def test_a_host_reads_only_what_its_devices_hold(name, axis):
     kind, shape = LAYOUTS[name]
-    if axis >= len(shape) or axis in NEVER_SPLIT.get(name, ()):
-        pytest.skip("never split")
     tensors = {f"t{n}": Counted(numbers(*part)) for n, part in enumerate(layout.part_shapes(kind, shape))}
     entry = Entry((name,), ParameterSpec(shape, (None,) * len(shape)), kind, tuple(tensors))
     parameter = Tensors(tensors, Path("model")).parameter(entry)

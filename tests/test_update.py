@@ -382,7 +382,7 @@ def test_training_meshes_that_make_no_sense_are_refused(text, message):
 
 def test_flops_of_llama_3_8b():
     """22.7 GFLOP a token for six steps with stored features, the figure of the design notes."""
-    target = benchmark.SHAPES["llama-3-8b"]
+    target = benchmark.SHAPES["llama3-8b"]
     draft = DraftConfig(target.block, target.vocab_size, (3, 3))
     stored, online = benchmark.flops_per_token(draft, None), benchmark.flops_per_token(draft, target)
     assert round(stored / 1e9, 1) == 22.7

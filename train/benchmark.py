@@ -5,7 +5,6 @@ accelerator. Every token of a batch is counted once, however many steps the unro
 """
 
 import argparse
-import functools
 import json
 import statistics
 import sys
@@ -17,24 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.command import OneLineParser, exit_status
+from infer.shapes import SHAPES, random_params
 from poss_jax import sharding
 from poss_jax.attention import KERNELS
-from poss_jax.config import BlockConfig, DraftConfig, RopeConfig, TargetConfig, parse_spans
-from poss_jax.llama import ParameterSpec, parameter_specs
-from poss_jax.objective import Objective, Params, Rows
+from poss_jax.config import DraftConfig, TargetConfig, parse_spans
+from poss_jax.llama import parameter_specs
+from poss_jax.objective import Objective, Rows
 from poss_jax.specialist import draft_specs
 from train.step import OptimizerConfig, Trainer
 
 PEAK_FLOPS = 989e12  # dense bfloat16 of one H100 or H200
-
-SHAPES = {
-    "smollm2-135m": TargetConfig(
-        BlockConfig(576, 1536, 9, 3, 64, 1e-5, RopeConfig(theta=100_000.0)), 49_152, 30, 8192, tie_embeddings=True
-    ),
-    "llama-3-8b": TargetConfig(
-        BlockConfig(4096, 14_336, 32, 8, 128, 1e-5, RopeConfig(theta=500_000.0)), 128_256, 32, 8192
-    ),
-}
 
 
 def flops_per_token(config: DraftConfig, online: TargetConfig | None) -> float:
@@ -49,21 +40,6 @@ def flops_per_token(config: DraftConfig, online: TargetConfig | None) -> float:
     head = config.vocab_size * hidden
     drafting = steps * (6 * (layer + 2 * hidden * hidden) + 4 * head) + 2 * head
     return drafting + (0 if online is None else 2 * online.num_layers * layer)
-
-
-def random_params(specs: Params, mesh, dtype: jnp.dtype) -> Params:
-    """Small random parameters, made on the mesh."""
-
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def make(index, shape: tuple[int, ...], place):
-        scale = 0.02 if len(shape) > 1 else 1.0
-        random = scale * jax.random.normal(jax.random.fold_in(jax.random.key(0), index), shape, dtype)
-        return jax.lax.with_sharding_constraint(random, place)
-
-    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
-    places = [sharding.parameter_sharding(mesh, spec) for spec in leaves]
-    made = [make(index, spec.shape, place) for index, (spec, place) in enumerate(zip(leaves, places, strict=True))]
-    return jax.tree.unflatten(tree, made)
 
 
 def random_rows(config: TargetConfig, batch: int, length: int, features: bool, dtype: jnp.dtype) -> Rows:

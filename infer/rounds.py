@@ -1,0 +1,275 @@
+"""How long the parts of a round take for a model of a given shape: `python -m infer.benchmark --shape SHAPE`.
+
+Weights are random, so nothing has to be there but the device, and next to nothing is accepted: what is measured is the
+round, and its speed-up follows from the tokens per round of a real drafter. Decoding at batch 1 is reading, so every
+time is put beside the bytes that it must read and the device's own read bandwidth, measured in the same run.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.command import OneLineParser, exit_status
+from infer.loading import DTYPES
+from infer.settings import Settings
+from infer.shapes import SHAPES, random_params
+from infer.timing import bytes_of, peak_memory, repeat_draft, repeat_verify
+from poss_jax import decode, sharding
+from poss_jax.config import DraftConfig, TargetConfig, parse_spans
+from poss_jax.decode import Params, Plan, State
+from poss_jax.draft import trim_head
+from poss_jax.errors import InputError
+from poss_jax.llama import parameter_specs
+from poss_jax.sampling import Sampling
+from poss_jax.specialist import draft_specs
+
+REPEATS = 16  # of a part in one program
+READ_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}  # of the array that tells the bandwidth
+KERNELS_SHOWN = 20
+NEVER = np.asarray([-1], np.int32)  # no end of text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    defaults = Settings()
+    parser = OneLineParser(prog="python -m infer.benchmark --shape SHAPE", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True, help="of the target; the drafter's follows from it")
+    parser.add_argument("--random-weights", action="store_true", required=True, help="the only kind there is here")
+    parser.add_argument("--spans", default="3,3", help="draft positions of each specialist (%(default)s)")
+    parser.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
+    parser.add_argument("--total-nodes", type=int, default=defaults.total_nodes, help="root counted (%(default)s)")
+    parser.add_argument("--draft-top-k", type=int, default=defaults.draft_top_k, help="(%(default)s)")
+    parser.add_argument("--draft-vocab-size", type=int, help="draft only so many tokens (default: all)")
+    parser.add_argument("--batch-size", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--context", type=int, default=1000, help="tokens before the measured ones (%(default)s)")
+    parser.add_argument("--slots", type=int, default=2048, help="of the caches (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="of every measurement, for the median (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also the kernels that rounds spend their time in")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return parser
+
+
+def check_flags(options: argparse.Namespace, target: TargetConfig) -> None:
+    """Raises InputError for numbers that cannot be."""
+    for name in ("batch_size", "repeats", "draft_vocab_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if (options.draft_vocab_size or 1) > target.vocab_size:
+        raise InputError(f"--draft-vocab-size {options.draft_vocab_size}: the target has {target.vocab_size} tokens")
+    needed = options.context + 4 * REPEATS * (options.levels + 1)
+    if not options.context >= 2 or options.slots < needed:
+        raise InputError(f"--slots {options.slots}: --context {options.context} needs at least {needed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is measured: weights, the two ways of decoding, and a state of each after the context."""
+
+    params: Params
+    plain: Plan
+    drafted: Plan
+    plain_state: State
+    drafted_state: State
+
+
+def make_subject(options: argparse.Namespace, target: TargetConfig) -> Subject:
+    """Random weights and prompts on the device."""
+    dtype, mesh = jnp.dtype(options.dtype), sharding.make_mesh({"tensor": 1})
+    draft = DraftConfig(target.block, target.vocab_size, parse_spans(options.spans))
+    weights = random_params(parameter_specs(target), mesh, dtype)
+    drafter = random_params(draft_specs(draft), mesh, dtype)
+    shape = Settings(levels=options.levels, total_nodes=options.total_nodes, draft_top_k=options.draft_top_k).tree
+    if options.draft_vocab_size:
+        drafter["vocab"] = trim_head(weights, np.arange(options.draft_vocab_size))
+        shape = shape.clamp(options.draft_vocab_size)
+    plain = Plan.create(target, None, shape, Sampling())
+    drafted = Plan.create(target, draft, shape, Sampling())
+    params = Params(weights, drafter)
+    states = [start(params if plan.draft else Params(weights), plan, options, target) for plan in (plain, drafted)]
+    return Subject(params, plain, drafted, *states)
+
+
+def start(params: Params, plan: Plan, options: argparse.Namespace, target: TargetConfig) -> State:
+    """The state after a prompt of `--context` random tokens, each row another one."""
+    rows = options.batch_size
+    tokens = np.random.default_rng(0).integers(0, target.vocab_size, (rows, options.context)).astype(np.int32)
+    length, limit = np.full(rows, options.context, np.int32), np.full(rows, options.slots - plan.slack, np.int32)
+    keys = jax.vmap(jax.random.key)(np.arange(rows, dtype=np.uint32))
+    return decode.jit_prefill(params, plan, options.slots, tokens, length, limit, keys, NEVER)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures; times in seconds."""
+    target = SHAPES[options.shape]
+    check_flags(options, target)
+    subject = make_subject(options, target)
+    precise = jax.default_matmul_precision("highest" if options.dtype == "float32" else "default")
+    median = functools.partial(_median, options.repeats)
+    params, plan, state = subject.params, subject.drafted, subject.drafted_state
+    plain, drafted = Rounds(Params(params.target), subject.plain, subject.plain_state), Rounds(params, plan, state)
+    with precise:
+        tree = repeat_draft(params, plan, state, np.int32(1))[0]
+        times = {
+            "plain": median(plain, plain.prepare),
+            "draft": median(lambda n: repeat_draft(params, plan, state, n)),
+            "verify": median(lambda n: repeat_verify(params, plan, state, tree, NEVER, n)),
+            "round": median(drafted, drafted.prepare),
+        }
+        kernels = top_kernels(drafted) if options.profile else []
+    reads = bytes_read(options, target, subject)
+    bandwidth = read_bandwidth(options.repeats)
+    return {
+        "device": jax.local_devices()[0].device_kind,
+        "jax": jax.__version__,
+        **{name: getattr(options, name) for name in ("shape", "spans", "levels", "total_nodes", "draft_top_k")},
+        **{name: getattr(options, name) for name in ("draft_vocab_size", "batch_size", "context", "slots", "dtype")},
+        "seconds": times,
+        "bytes_read": reads,
+        "read_bandwidth": bandwidth,
+        "share_of_bandwidth": {name: reads[name] / times[name] / bandwidth for name in times},
+        "break_even_tokens_per_round": times["round"] / times["plain"],
+        "peak_bytes": peak_memory(),
+        "kernels": kernels,
+    }
+
+
+class Rounds:
+    """Runs rounds from the same state again and again. A run uses up a copy of the state, made by `prepare`."""
+
+    def __init__(self, params: Params, plan: Plan, state: State):
+        self._params, self._plan, self._state = params, plan, state
+
+    def prepare(self) -> None:
+        """Before the clock starts."""
+        self._copy = jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
+
+    def __call__(self, rounds: np.int32) -> State:
+        state, self._copy = self._copy, None
+        return decode.jit_decode(self._params, self._plan, state, NEVER, rounds, np.zeros(state.length.shape, bool))
+
+
+def _median(repeats: int, run: Callable[[np.int32], Any], prepare: Callable[[], None] = lambda: None) -> float:
+    """Seconds of one repetition of a part, from runs of `REPEATS`, after one that compiles."""
+    seconds = []
+    for number in range(repeats + 1):
+        prepare()
+        started = time.perf_counter()
+        jax.block_until_ready(run(np.int32(REPEATS)))
+        if number:
+            seconds.append((time.perf_counter() - started) / REPEATS)
+    return statistics.median(seconds)
+
+
+def bytes_read(options: argparse.Namespace, target: TargetConfig, subject: Subject) -> dict[str, int]:
+    """What each part must read at least: weights once, the head at each level, the filled part of the caches."""
+    weights, drafter = subject.params.target, subject.params.draft
+    head = bytes_of(weights.get("head", weights["embed"]))
+    filled = options.context / options.slots
+    passes = bytes_of(weights) - (bytes_of(weights["embed"]) if "head" in weights else 0)
+    passes += int(filled * bytes_of(subject.plain_state.target_caches))
+    levels = subject.drafted.tree.levels
+    used = [subject.drafted.draft.specialist_at(level) for level in range(levels)]
+    head = bytes_of(drafter["vocab"]["head"]) if "vocab" in drafter else head
+    specialists = sum(bytes_of(drafter[f"specialist_{index}"]) for index in used)
+    draft = specialists + levels * (bytes_of(drafter["fc"]) + head)
+    draft += int(filled * sum(bytes_of(subject.drafted_state.draft_caches[index]) for index in used))
+    return {"plain": passes, "draft": draft, "verify": passes, "round": passes + draft}
+
+
+def read_bandwidth(repeats: int) -> float:
+    """Bytes a second of a plain read of the device's memory."""
+    size = READ_BYTES.get(jax.default_backend(), 2**28)
+    array = jnp.zeros((size // 4,), jnp.float32)
+
+    @jax.jit
+    def read(array, times):
+        # Each reading waits for the one before, or one would do for all.
+        return jax.lax.fori_loop(0, times, lambda _, least: jnp.minimum(least, jnp.min(array + least)), jnp.float32(0))
+
+    return size / _median(repeats, lambda times: read(array, times))
+
+
+def top_kernels(run: Rounds) -> list[dict[str, Any]]:
+    """The kernels that rounds spend most of their time in: `name`, `seconds` and `count` a round. Raises InputError on
+    devices that do not tell.
+    """
+    run.prepare()
+    jax.block_until_ready(run(np.int32(1)))
+    run.prepare()
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready(run(np.int32(REPEATS)))
+        (file,) = Path(directory).rglob("*.xplane.pb")
+        seconds, counts = kernel_times(jax.profiler.ProfileData.from_file(str(file)))
+    if not seconds:
+        raise InputError("--profile: this device does not tell its kernels; leave it out")
+    return [
+        {"name": name, "seconds": total / REPEATS, "count": counts[name] / REPEATS}
+        for name, total in seconds.most_common(KERNELS_SHOWN)
+    ]
+
+
+def kernel_times(profile: Any) -> tuple[Counter, Counter]:
+    """Seconds and number of runs by name, of everything that ran on the streams of devices."""
+    seconds, counts = Counter(), Counter()
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith(("Stream", "XLA Ops")):
+                for event in line.events:
+                    seconds[event.name] += event.duration_ns / 1e9
+                    counts[event.name] += 1
+    return seconds, counts
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    lines = [
+        f"{figures['shape']}, {figures['dtype']}, batch {figures['batch_size']}, spans {figures['spans']}, "
+        f"{figures['levels']} levels, {figures['total_nodes']} nodes, context {figures['context']} of "
+        f"{figures['slots']} slots; {figures['device']}, JAX {figures['jax']}",
+        f"plain read of memory: {figures['read_bandwidth'] / 1e9:,.0f} GB/s",
+        f"{'':<8}{'ms':>9}{'GB read':>10}{'of bandwidth':>14}",
+    ]
+    for name, seconds in figures["seconds"].items():
+        read, share = figures["bytes_read"][name] / 1e9, figures["share_of_bandwidth"][name]
+        lines.append(f"{name:<8}{1e3 * seconds:>9.3f}{read:>10.2f}{share:>14.0%}")
+    even = figures["break_even_tokens_per_round"]
+    gains = ", ".join(f"{tokens / even:.2f} at {tokens}" for tokens in (2, 3, 4))
+    lines.append(f"speed-up over plain decoding by tokens per round: {gains}; breaks even at {even:.2f}")
+    if figures["peak_bytes"]:
+        lines.append(f"peak device memory: {figures['peak_bytes'] / 2**30:.1f} GiB")
+    for kernel in figures["kernels"]:
+        lines.append(f"{1e3 * kernel['seconds']:>9.3f} ms a round, {kernel['count']:>6.1f} x {kernel['name']}")
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Everything after the flags."""
+    figures = measure(options)
+    print(json.dumps(figures) if options.json else table(figures))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see `exit_status`."""
+    return exit_status(run, build_parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

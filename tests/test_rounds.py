@@ -1,0 +1,97 @@
+"""The timing of rounds with random weights: what is counted, and that the parts are those of generation."""
+
+import json
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+from infer import benchmark, rounds
+from infer.rounds import SHAPES, build_parser, bytes_read, kernel_times, make_subject
+from poss_jax.config import BlockConfig, RopeConfig, TargetConfig
+
+FLAGS = ("--shape", "tiny", "--random-weights", "--context", "20", "--repeats", "1", "--dtype", "float32")
+TREE = ("--levels", "2", "--total-nodes", "6", "--draft-top-k", "3", "--spans", "1,1")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Two layers, 8 queries of 4 for 2 key/value heads."""
+    block = BlockConfig(32, 48, 8, 2, 4, 1e-5, RopeConfig())
+    monkeypatch.setitem(SHAPES, "tiny", TargetConfig(block, 100, 2, 512))
+    monkeypatch.setitem(SHAPES, "tied", TargetConfig(block, 100, 2, 512, tie_embeddings=True))
+    monkeypatch.setattr(rounds, "REPEATS", 2)
+    monkeypatch.setitem(rounds.READ_BYTES, "cpu", 2**16)
+
+
+def test_the_command_prints_every_part_beside_what_it_reads(capsys):
+    assert benchmark.main([*FLAGS, *TREE, "--slots", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("tiny, float32, batch 1, spans 1,1, 2 levels, 6 nodes, context 20 of 64 slots; cpu")
+    assert [line.split()[0] for line in lines[3:7]] == ["plain", "draft", "verify", "round"]
+    assert lines[7].startswith("speed-up over plain decoding by tokens per round: ")
+
+
+def test_figures_as_json_and_a_trimmed_vocabulary_in_batches(capsys):
+    flags = [*FLAGS, *TREE, "--slots=64", "--batch-size", "2", "--draft-vocab-size", "10", "--json"]
+    assert benchmark.main(flags) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["shape"], figures["batch_size"], figures["draft_vocab_size"]) == ("tiny", 2, 10)
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+    for name, share in figures["share_of_bandwidth"].items():
+        expected = figures["bytes_read"][name] / figures["seconds"][name] / figures["read_bandwidth"]
+        assert share == pytest.approx(expected)
+    assert figures["break_even_tokens_per_round"] == figures["seconds"]["round"] / figures["seconds"]["plain"]
+
+
+@pytest.mark.parametrize(("shape", "vocab", "head"), [("tiny", None, 100), ("tied", None, 100), ("tiny", 10, 10)])
+def test_bytes_are_every_weight_once_and_the_filled_caches(shape, vocab, head):
+    flags = [*FLAGS, *TREE, "--slots", "80", *([] if vocab is None else ["--draft-vocab-size", str(vocab)])]
+    options = build_parser().parse_args(flags)
+    target = SHAPES[shape]
+    got = bytes_read(options, target, make_subject(options, target))
+    layer = 32 * 2 * (4 + 2) * 4 + 8 * 4 * 32 + 3 * 32 * 48  # q, k, v; output; gate, up, down
+    row = 2 * 2 * 4  # keys and values of one layer and token
+    plain = 2 * (layer + 2 * 32) + 32 + 100 * 32 + 20 * 2 * row
+    draft = 2 * (layer + 32) + 2 * (64 * 32 + 32 + head * 32) + 20 * 2 * row
+    assert got == {"plain": 4 * plain, "draft": 4 * draft, "verify": 4 * plain, "round": 4 * (plain + draft)}
+
+
+def test_kernels_are_added_up_by_name_over_the_streams_of_devices():
+    Event, Line, Plane, Profile = (
+        namedtuple(*fields)
+        for fields in (
+            ("Event", "name duration_ns"),
+            ("Line", "name events"),
+            ("Plane", "name lines"),
+            ("Profile", "planes"),
+        )
+    )
+    gemm, copy = Event("gemm", 2000), Event("copy", 500)
+    device = Plane("/device:GPU:0", [Line("Stream #1", [gemm, copy]), Line("Stream #2", [gemm]), Line("Steps", [gemm])])
+    seconds, counts = kernel_times(Profile([device, Plane("/host:CPU", [Line("Stream", [copy])])]))
+    assert seconds == {"gemm": pytest.approx(4e-6), "copy": pytest.approx(5e-7)}
+    assert counts == {"gemm": 2, "copy": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--slots", "20"], "--slots 20: --context 20 needs at least"),
+        (["--slots", "64", "--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--slots", "64", "--draft-vocab-size", "101"], "--draft-vocab-size 101: the target has 100 tokens"),
+        (["--slots", "64", "--profile"], "--profile: this device does not tell its kernels"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, flags, message):
+    assert benchmark.main([*FLAGS, *TREE, *flags]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_every_shape_has_heads_that_fit():
+    for target in SHAPES.values():
+        assert target.block.num_heads % target.block.num_kv_heads == 0
+    llama = SHAPES["llama3-8b"].block
+    assert np.prod([llama.num_heads, llama.head_dim]) == llama.hidden_size == 4096
