@@ -98,7 +98,8 @@ def draft_plan(source: Source, spans: Sequence[int] | None = None) -> tuple[Draf
     spans = _spans(source, spans)
     with _naming(source):
         config = DraftConfig.from_hf(source.config, spans)
-    if SGLANG_ARCHITECTURE in (source.config.get("architectures") or ()):
+    architectures = source.config.get("architectures")
+    if isinstance(architectures, list) and SGLANG_ARCHITECTURE in architectures:
         config = dataclasses.replace(config, fc_bias=True)
     return config, draft_entries(config, embed=DRAFT_EMBEDDING in source.tensors), Tensors(source.tensors, source.path)
 

@@ -1,6 +1,8 @@
 """The command that writes drafters for other programs.
 
-python -m convert.to_hf CHECKPOINT OUT --format poss|eagle|vllm|sglang
+    python -m convert.to_hf CHECKPOINT OUT --format poss|eagle|vllm|sglang
+
+What each program wants, and what it cannot run, is in `engines`.
 """
 
 import argparse
