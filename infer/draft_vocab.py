@@ -7,10 +7,15 @@ that is not in the file is never drafted, and ends the accepted path where it co
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from convert.checkpoint import read_json, write_json
+from poss_jax.draft import trim_head
 from poss_jax.errors import InputError
+from poss_jax.llama import ParameterSpec, Params
+from poss_jax.sharding import parameter_sharding
 
 
 def write_draft_vocab(path: str | Path, ids: np.ndarray, vocab_size: int, notes: dict[str, Any]) -> None:
@@ -36,3 +41,13 @@ def read_draft_vocab(path: str | Path, vocab_size: int) -> np.ndarray:
     if len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= vocab_size:
         raise InputError(f"{path}: its ids must be distinct, from 0 to {vocab_size - 1}")
     return np.sort(np.asarray(ids, np.int32))
+
+
+def trimmed_head(target: Params, ids: np.ndarray) -> dict[str, jax.Array]:
+    """`trim_head`, split over the mesh that the target is on, as its own head is."""
+    vocab = trim_head(target, ids)
+    place = target["embed"].sharding
+    if isinstance(place, NamedSharding):
+        spec = ParameterSpec(vocab["head"].shape, ("hidden", "vocab"))
+        vocab["head"] = jax.device_put(vocab["head"], parameter_sharding(place.mesh, spec))
+    return vocab

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from convert.checkpoint import Source, read_json
 from convert.load import Loaded, Place, load_draft, load_target, on_devices, target_plan
 from convert.tokenizer import tokenizer_for
-from infer.draft_vocab import read_draft_vocab
-from poss_jax import draft as draft_functions
+from infer.draft_vocab import read_draft_vocab, trimmed_head
 from poss_jax import sharding
 from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
@@ -66,7 +65,7 @@ def load_models(
         return models
     models = _with_draft(models, load_draft(draft_source, place, spans))
     if draft_vocab is not None:
-        models.draft.params["vocab"] = draft_functions.trim_head(loaded.params, kept)
+        models.draft.params["vocab"] = trimmed_head(loaded.params, kept)
     return models
 
 

@@ -7,8 +7,8 @@ time is put beside the bytes that it must read and the device's own read bandwid
 
 import argparse
 import dataclasses
-import functools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -21,18 +21,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from convert.command import OneLineParser, exit_status
+from infer.draft_vocab import trimmed_head
 from infer.loading import DTYPES
 from infer.settings import Settings
 from infer.shapes import SHAPES, random_params
-from infer.timing import bytes_of, peak_memory, repeat_draft, repeat_verify
+from infer.timing import peak_memory, repeat_draft, repeat_verify
 from poss_jax import decode, sharding
 from poss_jax.config import DraftConfig, TargetConfig, parse_spans
 from poss_jax.decode import Params, Plan, State
-from poss_jax.draft import trim_head
 from poss_jax.errors import InputError
-from poss_jax.llama import parameter_specs
+from poss_jax.llama import ParameterSpec, parameter_specs
 from poss_jax.sampling import Sampling
 from poss_jax.specialist import draft_specs
 
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=1000, help="tokens before the measured ones (%(default)s)")
     parser.add_argument("--slots", type=int, default=2048, help="of the caches (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (%(default)s)")
+    parser.add_argument("--mesh", default="tensor=1", help="tensor=N splits the weights over N devices (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of every measurement, for the median (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="also the kernels that rounds spend their time in")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -64,50 +66,65 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(options: argparse.Namespace, target: TargetConfig) -> None:
-    """Raises InputError for numbers that cannot be."""
+    """Raises InputError for what cannot be, before anything is made."""
     for name in ("batch_size", "repeats", "draft_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if (options.draft_vocab_size or 1) > target.vocab_size:
         raise InputError(f"--draft-vocab-size {options.draft_vocab_size}: the target has {target.vocab_size} tokens")
+    if not 2 <= options.context <= target.context:
+        raise InputError(f"--context {options.context}: must be from 2 to the {target.context} tokens of the target")
     needed = options.context + 4 * REPEATS * (options.levels + 1)
-    if not options.context >= 2 or options.slots < needed:
+    if options.slots < needed:
         raise InputError(f"--slots {options.slots}: --context {options.context} needs at least {needed}")
+    if make_plans(options, target)[1].draft is None:
+        raise InputError(f"--levels {options.levels} --total-nodes {options.total_nodes}: leave no tree to draft")
+    if options.profile and jax.default_backend() == "cpu":
+        raise InputError("--profile: this device does not tell its kernels; leave it out")
+    _check_memory(options, target)
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is measured: weights, the two ways of decoding, and a state of each after the context."""
+def _check_memory(options: argparse.Namespace, target: TargetConfig) -> None:
+    there = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    mesh = make_mesh(options)
+    specs = jax.tree.leaves(parameter_specs(target), is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
+    shapes = (sharding.parameter_sharding(mesh, spec).shard_shape(spec.shape) for spec in specs)
+    needed = sum(math.prod(shape) for shape in shapes) * jnp.dtype(options.dtype).itemsize
+    if there is not None and needed > there:
+        raise InputError(
+            f"--shape {options.shape}: {needed / 2**30:.0f} GiB of weights on a device of {there / 2**30:.0f} GiB; "
+            "give --mesh tensor=N"
+        )
 
-    params: Params
-    plain: Plan
-    drafted: Plan
-    plain_state: State
-    drafted_state: State
+
+def make_mesh(options: argparse.Namespace) -> Mesh:
+    """The devices that weights are split over."""
+    return sharding.make_mesh(sharding.parse_mesh(options.mesh, ("tensor",)))
 
 
-def make_subject(options: argparse.Namespace, target: TargetConfig) -> Subject:
-    """Random weights and prompts on the device."""
-    dtype, mesh = jnp.dtype(options.dtype), sharding.make_mesh({"tensor": 1})
+def make_plans(options: argparse.Namespace, target: TargetConfig) -> tuple[Plan, Plan]:
+    """Plain and drafted decoding."""
     draft = DraftConfig(target.block, target.vocab_size, parse_spans(options.spans))
+    shape = Settings(levels=options.levels, total_nodes=options.total_nodes, draft_top_k=options.draft_top_k).tree
+    shape = shape.clamp(options.draft_vocab_size or target.vocab_size)
+    return tuple(Plan.create(target, config, shape, Sampling()) for config in (None, draft))
+
+
+def make_params(options: argparse.Namespace, target: TargetConfig, draft: DraftConfig) -> Params:
+    """Random weights on the devices."""
+    dtype, mesh = jnp.dtype(options.dtype), make_mesh(options)
     weights = random_params(parameter_specs(target), mesh, dtype)
     drafter = random_params(draft_specs(draft), mesh, dtype)
-    shape = Settings(levels=options.levels, total_nodes=options.total_nodes, draft_top_k=options.draft_top_k).tree
     if options.draft_vocab_size:
-        drafter["vocab"] = trim_head(weights, np.arange(options.draft_vocab_size))
-        shape = shape.clamp(options.draft_vocab_size)
-    plain = Plan.create(target, None, shape, Sampling())
-    drafted = Plan.create(target, draft, shape, Sampling())
-    params = Params(weights, drafter)
-    states = [start(params if plan.draft else Params(weights), plan, options, target) for plan in (plain, drafted)]
-    return Subject(params, plain, drafted, *states)
+        drafter["vocab"] = trimmed_head(weights, np.arange(options.draft_vocab_size))
+    return Params(weights, drafter)
 
 
-def start(params: Params, plan: Plan, options: argparse.Namespace, target: TargetConfig) -> State:
+def start(params: Params, plan: Plan, options: argparse.Namespace) -> State:
     """The state after a prompt of `--context` random tokens, each row another one."""
-    rows = options.batch_size
-    tokens = np.random.default_rng(0).integers(0, target.vocab_size, (rows, options.context)).astype(np.int32)
+    rows, vocab = options.batch_size, plan.target.vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab, (rows, options.context)).astype(np.int32)
     length, limit = np.full(rows, options.context, np.int32), np.full(rows, options.slots - plan.slack, np.int32)
     keys = jax.vmap(jax.random.key)(np.arange(rows, dtype=np.uint32))
     return decode.jit_prefill(params, plan, options.slots, tokens, length, limit, keys, NEVER)
@@ -117,34 +134,45 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures; times in seconds."""
     target = SHAPES[options.shape]
     check_flags(options, target)
-    subject = make_subject(options, target)
-    precise = jax.default_matmul_precision("highest" if options.dtype == "float32" else "default")
-    median = functools.partial(_median, options.repeats)
-    params, plan, state = subject.params, subject.drafted, subject.drafted_state
-    plain, drafted = Rounds(Params(params.target), subject.plain, subject.plain_state), Rounds(params, plan, state)
-    with precise:
-        tree = repeat_draft(params, plan, state, np.int32(1))[0]
-        times = {
-            "plain": median(plain, plain.prepare),
-            "draft": median(lambda n: repeat_draft(params, plan, state, n)),
-            "verify": median(lambda n: repeat_verify(params, plan, state, tree, NEVER, n)),
-            "round": median(drafted, drafted.prepare),
-        }
-        kernels = top_kernels(drafted) if options.profile else []
-    reads = bytes_read(options, target, subject)
+    plain, plan = make_plans(options, target)
+    params = make_params(options, target, plan.draft)
+    with jax.default_matmul_precision("highest" if options.dtype == "float32" else "default"):
+        times = {"plain": plain_seconds(Params(params.target), plain, options)}
+        state = start(params, plan, options)
+        times |= round_seconds(params, plan, state, options.repeats)
+        kernels = top_kernels(Rounds(params, plan, state)) if options.profile else []
+    reads, peak = bytes_read(options, params, plan, state), peak_memory()  # before the array of the bandwidth is there
     bandwidth = read_bandwidth(options.repeats)
     return {
         "device": jax.local_devices()[0].device_kind,
         "jax": jax.__version__,
-        **{name: getattr(options, name) for name in ("shape", "spans", "levels", "total_nodes", "draft_top_k")},
-        **{name: getattr(options, name) for name in ("draft_vocab_size", "batch_size", "context", "slots", "dtype")},
+        **{name: getattr(options, name) for name in ("shape", "spans", "draft_vocab_size", "batch_size")},
+        **{name: getattr(options, name) for name in ("context", "slots", "dtype", "mesh")},
+        **dataclasses.asdict(plan.tree),
         "seconds": times,
         "bytes_read": reads,
         "read_bandwidth": bandwidth,
         "share_of_bandwidth": {name: reads[name] / times[name] / bandwidth for name in times},
         "break_even_tokens_per_round": times["round"] / times["plain"],
-        "peak_bytes": peak_memory(),
+        "peak_bytes": peak,
         "kernels": kernels,
+    }
+
+
+def plain_seconds(params: Params, plan: Plan, options: argparse.Namespace) -> float:
+    """Of one plain token. Its caches are gone before those of drafting come."""
+    rounds = Rounds(params, plan, start(params, plan, options))
+    return _median(options.repeats, rounds, rounds.prepare)
+
+
+def round_seconds(params: Params, plan: Plan, state: State, repeats: int) -> dict[str, float]:
+    """Of draft, verify and a whole round."""
+    tree = repeat_draft(params, plan, state, np.int32(1))[0]
+    rounds = Rounds(params, plan, state)
+    return {
+        "draft": _median(repeats, lambda n: repeat_draft(params, plan, state, n)),
+        "verify": _median(repeats, lambda n: repeat_verify(params, plan, state, tree, NEVER, n)),
+        "round": _median(repeats, rounds, rounds.prepare),
     }
 
 
@@ -175,20 +203,24 @@ def _median(repeats: int, run: Callable[[np.int32], Any], prepare: Callable[[], 
     return statistics.median(seconds)
 
 
-def bytes_read(options: argparse.Namespace, target: TargetConfig, subject: Subject) -> dict[str, int]:
-    """What each part must read at least: weights once, the head at each level, the filled part of the caches."""
-    weights, drafter = subject.params.target, subject.params.draft
-    head = bytes_of(weights.get("head", weights["embed"]))
-    filled = options.context / options.slots
-    passes = bytes_of(weights) - (bytes_of(weights["embed"]) if "head" in weights else 0)
-    passes += int(filled * bytes_of(subject.plain_state.target_caches))
-    levels = subject.drafted.tree.levels
-    used = [subject.drafted.draft.specialist_at(level) for level in range(levels)]
-    head = bytes_of(drafter["vocab"]["head"]) if "vocab" in drafter else head
-    specialists = sum(bytes_of(drafter[f"specialist_{index}"]) for index in used)
-    draft = specialists + levels * (bytes_of(drafter["fc"]) + head)
-    draft += int(filled * sum(bytes_of(subject.drafted_state.draft_caches[index]) for index in used))
+def bytes_read(options: argparse.Namespace, params: Params, plan: Plan, state: State) -> dict[str, int]:
+    """What each part must read at least on one device: weights once, those of a draft once a level, and the filled part
+    of the caches. Of small models some stays in the device's own caches, and shares of bandwidth may pass 100%.
+    """
+    weights, drafter = params.target, params.draft
+    passes = bytes_each(weights) - (bytes_each(weights["embed"]) if "head" in weights else 0)
+    passes += bytes_each(state.target_caches) * options.context // options.slots
+    used = [plan.draft.specialist_at(level) for level in range(plan.tree.levels)]
+    head = bytes_each(drafter["vocab"]["head"] if "vocab" in drafter else weights.get("head", weights["embed"]))
+    draft = sum(bytes_each(drafter[f"specialist_{index}"]) for index in used)
+    draft += len(used) * (bytes_each(drafter["fc"]) + head)
+    draft += sum(bytes_each(state.draft_caches[index]) for index in used) * options.context // options.slots
     return {"plain": passes, "draft": draft, "verify": passes, "round": passes + draft}
+
+
+def bytes_each(arrays: Any) -> int:
+    """Memory of all arrays in a tree of them on the first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
 
 
 def read_bandwidth(repeats: int) -> float:
@@ -205,9 +237,7 @@ def read_bandwidth(repeats: int) -> float:
 
 
 def top_kernels(run: Rounds) -> list[dict[str, Any]]:
-    """The kernels that rounds spend most of their time in: `name`, `seconds` and `count` a round. Raises InputError on
-    devices that do not tell.
-    """
+    """The kernels that rounds spend most of their time in: `name`, `seconds` and `count` a round."""
     run.prepare()
     jax.block_until_ready(run(np.int32(1)))
     run.prepare()
@@ -216,8 +246,6 @@ def top_kernels(run: Rounds) -> list[dict[str, Any]]:
             jax.block_until_ready(run(np.int32(REPEATS)))
         (file,) = Path(directory).rglob("*.xplane.pb")
         seconds, counts = kernel_times(jax.profiler.ProfileData.from_file(str(file)))
-    if not seconds:
-        raise InputError("--profile: this device does not tell its kernels; leave it out")
     return [
         {"name": name, "seconds": total / REPEATS, "count": counts[name] / REPEATS}
         for name, total in seconds.most_common(KERNELS_SHOWN)
@@ -243,7 +271,7 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['shape']}, {figures['dtype']}, batch {figures['batch_size']}, spans {figures['spans']}, "
         f"{figures['levels']} levels, {figures['total_nodes']} nodes, context {figures['context']} of "
-        f"{figures['slots']} slots; {figures['device']}, JAX {figures['jax']}",
+        f"{figures['slots']} slots, {figures['mesh']}; {figures['device']}, JAX {figures['jax']}",
         f"plain read of memory: {figures['read_bandwidth'] / 1e9:,.0f} GB/s",
         f"{'':<8}{'ms':>9}{'GB read':>10}{'of bandwidth':>14}",
     ]

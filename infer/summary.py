@@ -53,6 +53,17 @@ class Cell:
             groups[name(record)].append(record["counts"])
         return {value: measures.total(counts) for value, counts in groups.items()}
 
+    def answered(self) -> set[tuple]:
+        """Set, question, turn and seed of what every one of its training seeds has answered."""
+        by_training: dict[int, set[tuple]] = defaultdict(set)
+        for record in self.records:
+            by_training[record["training_seed"]].add(_prompt_of(record))
+        return set.intersection(*by_training.values()) if by_training else set()
+
+    def only(self, prompts: set[tuple]) -> "Cell":
+        """The same without the answers to other prompts than these."""
+        return Cell([record for record in self.records if _prompt_of(record) in prompts], self.expected, self.done)
+
     def by_question(self) -> dict[QuestionName, Counts]:
         """Pooled over turns and seeds."""
         return self.by("set", "question")
@@ -270,10 +281,13 @@ class Results:
         return Drift(cosine, [accepted / reached if reached else None for accepted, reached in pairs], sums["reached"])
 
     def compare(self, first: str, second: str, setting: Setting, set_name: str | None = None) -> Comparison | None:
-        """None where they have no question in common."""
+        """On what both have answered, turn by turn and seed by seed: where one has more turns of a question than the
+        other, these would make a difference of their own. None where there is nothing of the kind.
+        """
         cells = [self.cell(name, setting, set_name) for name in (first, second)]
+        cells = [cell.only(cells[0].answered() & cells[1].answered()) for cell in cells]
         by_question = [cell.by_question() for cell in cells]
-        common = [q for q in by_question[0] if q in by_question[1] and all(found[q].rounds for found in by_question)]
+        common = [question for question in by_question[0] if all(found[question].rounds for found in by_question)]
         if not common:
             return None
         counts = [[found[question] for question in common] for found in by_question]
@@ -305,6 +319,10 @@ class Results:
     def _of(self, kind: str, drafter: str, setting: Setting, set_name: str | None = None) -> list[Record]:
         records = self._by_kind.get((kind, drafter, *setting), [])
         return records if set_name is None else [record for record in records if record["set"] == set_name]
+
+
+def _prompt_of(record: Record) -> tuple:
+    return record["set"], record["question"], record["turn"], record["seed"]
 
 
 def _durations(durations: Iterable[dict]) -> Duration:

@@ -95,6 +95,28 @@ def test_comparisons_are_of_questions_that_both_have_and_partial_ones_say_so():
     assert sentence.endswith("; partial results.")
 
 
+@pytest.mark.parametrize("field", ["turn", "seed"])
+def test_turns_and_seeds_that_only_one_has_make_no_difference(field):
+    """A run that --minutes ended has them for one drafter and not yet for the next; the two are the same here."""
+    same = {f"qa/{n}": [1, n % 3, 2] for n in range(12)}
+    made = study({"a": same, "b": same})
+    more = [{**record, field: 1, "accept_lengths": [5, 5]} for record in made.records if record["drafter"] == "a"]
+    (overall, _) = Results(Study(made.description, made.records + more)).comparisons()
+    assert overall.tokens_per_round[0] == overall.tokens_per_round[1]
+    assert (overall.test.difference, overall.test.p) == (0.0, 1.0)
+
+
+def test_training_seeds_are_compared_on_what_all_of_them_have_answered():
+    """b has only the questions that are hard for both, and is better there."""
+    easy, hard = {f"qa/{n}": [5, 5, 5] for n in range(2)}, {f"qa/{n}": [1, 1] for n in range(2, 4)}
+    better = {question: [2, 2] for question in hard}
+    made = study({"a#0": easy | hard, "a#1": easy | hard, "b#0": better, "b#1": better | easy}, seeds=2)
+    (overall, _) = Results(made).comparisons()
+    assert overall.tokens_per_round == (2.0, 3.0)
+    assert overall.test.count == 2
+    assert overall.training.difference == 1.0
+
+
 def test_tests_over_all_sets_and_those_of_single_sets_are_corrected_apart():
     """One pair and setting: the test over both sets stands alone, the two of single sets count twice at most."""
     first = {f"{name}/{n}": [1, 1 + n % 2, 2] for n in range(4) for name in ("qa", "sum")}

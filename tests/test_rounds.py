@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from infer import benchmark, rounds
-from infer.rounds import SHAPES, build_parser, bytes_read, kernel_times, make_subject
+from infer.rounds import (
+    SHAPES,
+    Rounds,
+    build_parser,
+    bytes_read,
+    kernel_times,
+    make_params,
+    make_plans,
+    start,
+)
 from poss_jax.config import BlockConfig, RopeConfig, TargetConfig
 
 FLAGS = ("--shape", "tiny", "--random-weights", "--context", "20", "--repeats", "1", "--dtype", "float32")
@@ -27,9 +36,28 @@ def tiny(monkeypatch):
 def test_the_command_prints_every_part_beside_what_it_reads(capsys):
     assert benchmark.main([*FLAGS, *TREE, "--slots", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("tiny, float32, batch 1, spans 1,1, 2 levels, 6 nodes, context 20 of 64 slots; cpu")
+    assert lines[0].startswith(
+        "tiny, float32, batch 1, spans 1,1, 2 levels, 6 nodes, context 20 of 64 slots, tensor=1; cpu"
+    )
     assert [line.split()[0] for line in lines[3:7]] == ["plain", "draft", "verify", "round"]
     assert lines[7].startswith("speed-up over plain decoding by tokens per round: ")
+
+
+def test_over_devices_each_reads_its_part(capsys):
+    read = []
+    for mesh in ("tensor=1", "tensor=2"):
+        flags = [*FLAGS, *TREE, "--slots=64", "--draft-vocab-size", "10", "--json", "--mesh", mesh]
+        assert benchmark.main(flags) == 0
+        read.append(json.loads(capsys.readouterr().out)["bytes_read"])
+    assert 0.5 < read[1]["plain"] / read[0]["plain"] < 0.55  # norms are whole on each
+    assert 0.5 < read[1]["draft"] / read[0]["draft"] < 0.75  # and so is fc
+
+
+def test_the_tree_that_is_named_is_the_one_that_ran(capsys):
+    flags = ["--levels", "6", "--total-nodes", "3", "--draft-top-k", "3", "--slots", "128", "--json"]
+    assert benchmark.main([*FLAGS, *flags]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["levels"], figures["total_nodes"], figures["top_k"]) == (2, 3, 3)
 
 
 def test_figures_as_json_and_a_trimmed_vocabulary_in_batches(capsys):
@@ -47,9 +75,15 @@ def test_figures_as_json_and_a_trimmed_vocabulary_in_batches(capsys):
 @pytest.mark.parametrize(("shape", "vocab", "head"), [("tiny", None, 100), ("tied", None, 100), ("tiny", 10, 10)])
 def test_bytes_are_every_weight_once_and_the_filled_caches(shape, vocab, head):
     flags = [*FLAGS, *TREE, "--slots", "80", *([] if vocab is None else ["--draft-vocab-size", str(vocab)])]
-    options = build_parser().parse_args(flags)
-    target = SHAPES[shape]
-    got = bytes_read(options, target, make_subject(options, target))
+    options, target = build_parser().parse_args(flags), SHAPES[shape]
+    _, plan = make_plans(options, target)
+    params = make_params(options, target, plan.draft)
+    state = start(params, plan, options)
+    got = bytes_read(options, params, plan, state)
+    if shape == "tiny":
+        run = Rounds(params, plan, state)
+        run.prepare()
+        assert run(np.int32(2)).rounds.tolist() == [2]  # none is left out, whatever was accepted
     layer = 32 * 2 * (4 + 2) * 4 + 8 * 4 * 32 + 3 * 32 * 48  # q, k, v; output; gate, up, down
     row = 2 * 2 * 4  # keys and values of one layer and token
     plain = 2 * (layer + 2 * 32) + 32 + 100 * 32 + 20 * 2 * row
@@ -80,6 +114,11 @@ def test_kernels_are_added_up_by_name_over_the_streams_of_devices():
         (["--slots", "20"], "--slots 20: --context 20 needs at least"),
         (["--slots", "64", "--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--slots", "64", "--draft-vocab-size", "101"], "--draft-vocab-size 101: the target has 100 tokens"),
+        (["--slots", "64", "--context", "1"], "--context 1: must be from 2 to the 512 tokens of the target"),
+        (["--slots", "900", "--context", "513"], "--context 513: must be from 2 to the 512"),
+        (["--slots", "64", "--total-nodes", "1"], "--levels 2 --total-nodes 1: leave no tree to draft"),
+        (["--slots", "64", "--spans", "x"], "spans 'x' must be whole numbers"),
+        (["--slots", "64", "--mesh", "data=2"], "mesh axis 'data' is not known here"),
         (["--slots", "64", "--profile"], "--profile: this device does not tell its kernels"),
     ],
 )
