@@ -52,9 +52,14 @@ def locate(name: str | Path) -> Path:
         if path.suffix != ".gguf":
             raise InputError(f"{name}: a model is a directory, a .gguf file or a hub id, not this kind of file")
         return path
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_id(name):
         raise InputError(f"{name}: no such file or directory")
     return _download(name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no file here can be an owner and a name on the hub."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def check_name(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.names import DRAFT_EMBEDDING
 from poss_jax.config import ROPE_KINDS, BlockConfig, DraftConfig, format_spans
 from poss_jax.errors import InputError
 from poss_jax.rotary import name_scaling
@@ -37,7 +38,6 @@ ENGINES = {
     "vllm": Engine("EagleLlamaForCausalLM", fc_bias=False),
     "sglang": Engine(SGLANG_ARCHITECTURE, fc_bias=True, query_key_value_bias=False),
 }
-EMBEDDING = "embed_tokens.weight"
 FORMATS = ("poss", *ENGINES)
 
 
@@ -57,7 +57,7 @@ def for_engine(
     engine, tensors = ENGINES[name], dict(tensors)
     _check(name, engine, config, tensors)
     if not engine.embedding:
-        tensors.pop(EMBEDDING, None)
+        tensors.pop(DRAFT_EMBEDDING, None)
     if engine.fc_bias is False:
         tensors.pop("fc.bias", None)
     if engine.fc_bias is True and "fc.bias" not in tensors:
@@ -79,7 +79,7 @@ def _check(name: str, engine: Engine, config: DraftConfig, tensors: dict[str, np
         raise InputError(f"format {name} has no bias in fc, and this drafter's is not zero; it would draft worse")
     if not engine.query_key_value_bias and config.query_key_value_bias:
         raise InputError(f"format {name} has no biases of queries, keys and values alone, as this drafter has")
-    if engine.embedding and EMBEDDING not in tensors:
+    if engine.embedding and DRAFT_EMBEDDING not in tensors:
         raise InputError(f"format {name} holds the target's embedding, and this drafter does not; give --target MODEL")
     _check_positions(name, engine, config.block)
 

@@ -18,8 +18,7 @@ from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
 from convert.gguf import GGUFCheckpoint
 from convert.load import count_specialists, draft_plan, is_draft, target_plan
-from convert.names import Entry
-from convert.stored import COMPUTED, expected_shapes, misfit, stored
+from convert.stored import stored
 from poss_jax.config import BlockConfig, DraftConfig, TargetConfig, format_spans, parse_spans
 from poss_jax.errors import InputError
 
@@ -50,7 +49,7 @@ def inspect(source: Source, spans: tuple[int, ...] | None = None) -> dict[str, A
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     if isinstance(source.tensors, GGUFCheckpoint):  # which hands out float32, whatever it holds
         kinds, size = {name: source.tensors.stored_type(name) for name in tensors}, source.path.stat().st_size
-    kind, config, entries, problems = _plan(source, spans)
+    kind, config, problems = _plan(source, spans)
     return {
         "path": str(source.path),
         "kind": kind,
@@ -58,33 +57,19 @@ def inspect(source: Source, spans: tuple[int, ...] | None = None) -> dict[str, A
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "bytes": size,
         "tensors": {name: {"shape": list(tensor.shape), "dtype": kinds[name]} for name, tensor in tensors.items()},
-        "problems": problems + ([] if entries is None else list(_misfits(entries, tensors))),
+        "problems": problems,
     }
 
 
-def _plan(source: Source, spans: tuple[int, ...] | None) -> tuple[str, dict[str, Any], list[Entry] | None, list[str]]:
-    """Kind, config, entries (None if they cannot be known) and what is wrong with the config."""
+def _plan(source: Source, spans: tuple[int, ...] | None) -> tuple[str, dict[str, Any], list[str]]:
+    """Kind, config, and what is wrong with the config or, where that says what should be there, with the tensors."""
     kind = "drafter" if is_draft(source) else "target"
     try:
-        if kind == "target":
-            config, entries, _ = target_plan(source)
-            return kind, _target_fields(config), entries, []
-        config, entries, _ = draft_plan(source, spans)
-        return kind, _draft_fields(config), entries, []
+        config, entries, tensors = target_plan(source) if kind == "target" else draft_plan(source, spans)
     except InputError as error:
         fields = {"specialists": count_specialists(source)} if kind == "drafter" else {}
-        return kind, fields, None, [str(error).removeprefix(f"{source.path}: ")]
-
-
-def _misfits(entries: Sequence[Entry], tensors: Mapping[str, Any]) -> Iterator[str]:
-    expected = expected_shapes(entries)
-    for name, shape in expected.items():
-        if problem := misfit(name, tensors.get(name), shape):
-            yield problem
-    unused = {"lm_head.weight"} if "model.embed_tokens.weight" in expected else set()  # a tied head stored again
-    for name in tensors:
-        if name not in expected and name not in unused and not COMPUTED.match(name):
-            yield f"tensor {name!r} is not expected; the config has no place for it"
+        return kind, fields, [str(error).removeprefix(f"{source.path}: ")]
+    return kind, (_target_fields if kind == "target" else _draft_fields)(config), tensors.problems(entries)
 
 
 def _target_fields(config: TargetConfig) -> dict[str, Any]:

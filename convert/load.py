@@ -15,7 +15,7 @@ from tqdm import tqdm
 from convert.checkpoint import Source
 from convert.engines import SGLANG_ARCHITECTURE
 from convert.layout import Same, pieces, whole
-from convert.names import Entry, draft_entries, target_entries, tree_of
+from convert.names import DRAFT_EMBEDDING, EMBEDDING, HEAD, Entry, draft_entries, target_entries, tree_of
 from convert.stored import Parameter, Tensors, stored
 from poss_jax import sharding
 from poss_jax.config import DraftConfig, TargetConfig, format_spans
@@ -23,7 +23,6 @@ from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
 
 EAGLE_3 = ("midlayer.", "t2d", "d2t")  # how names of tensors begin that only such heads have
-EMBEDDING, HEAD, DRAFT_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"
 
 Place = Callable[[Parameter | np.ndarray, ParameterSpec], Any]
 
@@ -67,10 +66,15 @@ def load_target(source: Source, place: Place) -> Loaded:
     return Loaded(config, _placed(entries, tensors, place))
 
 
+def target_config(source: Source) -> TargetConfig:
+    """What a target's config says of it; stored weights may still say that its head is its own."""
+    with _naming(source):
+        return TargetConfig.from_hf(source.config)
+
+
 def target_plan(source: Source) -> tuple[TargetConfig, list[Entry], Tensors]:
     """What a target is made of, as far as config and names say."""
-    with _naming(source):
-        config = TargetConfig.from_hf(source.config)
+    config = target_config(source)
     if config.tie_embeddings and HEAD in source.tensors:  # some files hold the tied matrix twice
         own = dataclasses.replace(config, tie_embeddings=False)
         parameters(target_entries(own), Tensors(source.tensors, source.path))  # before values are looked at

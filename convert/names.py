@@ -20,6 +20,7 @@ from convert.layout import (
     QueryKeyValueBias,
     Same,
     Transposed,
+    part_shapes,
 )
 from poss_jax.config import BlockConfig, DraftConfig, TargetConfig
 from poss_jax.llama import ParameterSpec, parameter_specs
@@ -43,12 +44,9 @@ BLOCK_NAMES: dict[str, tuple[str, ...]] = {
 FAMILY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {"query_key_value": ("self_attn.qkv_proj.weight",), "gate_up": ("mlp.gate_up_proj.weight",)},
 }
-TARGET_NAMES = {
-    "embed": ("model.embed_tokens.weight",),
-    "final_norm": ("model.norm.weight",),
-    "head": ("lm_head.weight",),
-}
-DRAFT_NAMES = {"fc": {"kernel": ("fc.weight",), "bias": ("fc.bias",)}, "embed": ("embed_tokens.weight",)}
+EMBEDDING, HEAD, DRAFT_EMBEDDING = "model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"
+TARGET_NAMES = {"embed": (EMBEDDING,), "final_norm": ("model.norm.weight",), "head": (HEAD,)}
+DRAFT_NAMES = {"fc": {"kernel": ("fc.weight",), "bias": ("fc.bias",)}, "embed": (DRAFT_EMBEDDING,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +57,19 @@ class Entry:
     spec: ParameterSpec
     layout: Layout
     names: tuple[str, ...]
+
+    @property
+    def part_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parts that the layout joins."""
+        return part_shapes(self.layout, self.spec.shape)
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, which may hold all parts one after another."""
+        shapes = self.part_shapes
+        if len(self.names) < len(shapes):
+            shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
+        return dict(zip(self.names, shapes, strict=True))
 
 
 def target_entries(config: TargetConfig) -> list[Entry]:

@@ -1,7 +1,6 @@
 """Directories that appear whole or not at all, and checkpoints in shards."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from convert.checkpoint import check_name
+from convert.checkpoint import check_name, write_json
 from poss_jax.errors import InputError
 
 SHARD_BYTES = 2 * 2**30  # of one file, all of which is in memory while it is written
@@ -86,7 +85,7 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, np.ndarray]]) ->
         os.replace(directory / _unnumbered(number), directory / name)
         weight_map |= dict.fromkeys(sizes, name)
     index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "model.safetensors.index.json", index)
 
 
 def _write_shard(directory: Path, number: int, shard: dict[str, np.ndarray]) -> dict[str, int]:

@@ -4,6 +4,7 @@ So each host reads only what its devices hold, and no matrix is on the host twic
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from convert.layout import part_shapes, pieces, shape_of, whole
+from convert.layout import pieces, shape_of, whole
 from convert.names import Entry
 from poss_jax.errors import InputError
 
@@ -120,21 +121,13 @@ class Tensors:
 
     def parameter(self, entry: Entry) -> Parameter:
         """Raises InputError naming a tensor that is missing, of another shape or not of floating point numbers."""
-        shapes = part_shapes(entry.layout, entry.spec.shape)
-        if len(entry.names) == len(shapes):
-            parts = tuple(self._take(name, shape) for name, shape in zip(entry.names, shapes, strict=True))
-        else:
-            parts = self._take_joined(entry.names[0], shapes)
+        parts = tuple(self._take(name, shape) for name, shape in entry.stored_shapes.items())
+        if len(parts) < len(entry.part_shapes):
+            parts = _rows_of(*parts, entry.part_shapes)
         return Parameter(entry, parts, common_dtype(part.dtype for part in parts), self._path)
 
-    def _take_joined(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Rows, ...]:
-        """The parts of a tensor that holds several one after another."""
-        sizes = [shape[0] for shape in shapes]
-        tensor = self._take(name, (sum(sizes), *shapes[0][1:]))
-        return tuple(Rows(tensor, sum(sizes[:number]), shape) for number, shape in enumerate(shapes))
-
     def _take(self, name: str, shape: tuple[int, ...]) -> Stored:
-        tensor = stored(self._source, name) if name in self._left else None
+        tensor = self._tensor(name)
         if problem := misfit(name, tensor, shape):
             raise InputError(f"{self._path}: {problem}")
         self._left.remove(name)
@@ -150,6 +143,23 @@ class Tensors:
             names = sorted(self._left)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(f"{self._path}: unexpected tensor {names[0]!r}{more}; the config has no place for it")
+
+    def problems(self, entries: Iterable[Entry]) -> list[str]:
+        """All that `parameter` and `finish` would refuse, a sentence each. Takes nothing."""
+        expected = {name: shape for entry in entries for name, shape in entry.stored_shapes.items()}
+        found = [misfit(name, self._tensor(name), shape) for name, shape in expected.items()]
+        unexpected = [name for name in self._source if name in self._left and name not in expected]
+        found += [f"tensor {name!r} is not expected; the config has no place for it" for name in unexpected]
+        return [problem for problem in found if problem]
+
+    def _tensor(self, name: str) -> Stored | None:
+        return stored(self._source, name) if name in self._left else None
+
+
+def _rows_of(tensor: Stored, shapes: Sequence[tuple[int, ...]]) -> tuple[Rows, ...]:
+    """The parts of a tensor that holds several one after another."""
+    starts = itertools.accumulate((shape[0] for shape in shapes), initial=0)
+    return tuple(Rows(tensor, start, shape) for start, shape in zip(starts, shapes, strict=False))
 
 
 def misfit(name: str, tensor: Stored | None, shape: tuple[int, ...]) -> str | None:
@@ -167,17 +177,6 @@ def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
     """The narrowest type that holds the values of all; float32 for bfloat16 and float16 together."""
     kinds = set(map(np.dtype, dtypes))
     return np.dtype(np.float32) if kinds == set(EXPONENTS) else np.result_type(*kinds)
-
-
-def expected_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors that parameters lie in."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for entry in entries:
-        parts = part_shapes(entry.layout, entry.spec.shape)
-        if len(entry.names) < len(parts):  # one after another in one tensor
-            parts = ((sum(part[0] for part in parts), *parts[0][1:]),)
-        shapes |= dict(zip(entry.names, parts, strict=True))
-    return shapes
 
 
 def stored(source: Mapping[str, np.ndarray], name: str) -> Stored:

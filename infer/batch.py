@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from infer.loading import Models
+from infer.loading import Models, precise
 from infer.results import Generation, rounds_needed
 from infer.settings import Settings
 from infer.text import find_stop, tokens_until_stop
@@ -99,8 +99,8 @@ class Batch:
             )
 
     def precise(self) -> contextlib.AbstractContextManager:
-        """Full float32 products where float32 was asked for: GPUs and TPUs default to fewer bits."""
-        return jax.default_matmul_precision("highest" if self.models.dtype == "float32" else "default")
+        """See `loading.precise`."""
+        return precise(self.models.dtype)
 
     def _look(self) -> None:
         state = self.state

@@ -30,7 +30,7 @@ from infer.clock import Clock, Stopped
 from infer.engine import Generator
 from infer.loading import DTYPES, Models, load_models, with_draft
 from infer.prompt_sets import PromptSet, read_prompt_sets
-from infer.settings import Settings
+from infer.settings import Settings, add_width_flags
 from infer.timing import Runner, bytes_of, peak_memory
 from poss_jax.errors import InputError
 
@@ -39,7 +39,6 @@ COMPILED = "compiled"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    defaults = Settings()
     parser = OneLineParser(
         prog="python -m infer.benchmark",
         description=__doc__.split("\n\n")[0].split(": ", 1)[1],
@@ -76,13 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     on.add_argument("--levels", nargs="+", type=int, default=[6], help="levels of the draft tree (6)")
     on.add_argument("--seeds", type=int, default=1, help="sampling seeds at temperatures above 0 (%(default)s)")
     on.add_argument("--max-new-tokens", type=int, default=128, help="of each answer (%(default)s)")
-    on.add_argument("--total-nodes", type=int, default=defaults.total_nodes, help="of the draft tree (%(default)s)")
-    on.add_argument(
-        "--draft-top-k",
-        type=int,
-        default=defaults.draft_top_k,
-        help="nodes expanded a level, and candidates under each (%(default)s)",
-    )
+    add_width_flags(on)
     how = parser.add_argument_group("how")
     how.add_argument("--batch-size", type=int, default=16, help="prompts decoded together for acceptance (%(default)s)")
     how.add_argument(

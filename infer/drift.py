@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from infer.loading import Models
+from infer.loading import Models, precise
 from poss_jax import acceptance
 from poss_jax.config import DraftConfig
 from poss_jax.objective import Objective, Rows
@@ -37,8 +37,7 @@ def drift(models: Models, prompt: list[int], answer: list[int], positions: int, 
     if "embed" in models.draft.params:
         frozen["embed"] = models.draft.params["embed"]
     params = {name: value for name, value in models.draft.params.items() if name not in BORROWED}
-    precision = "highest" if models.dtype == "float32" else "default"
-    with jax.default_matmul_precision(precision):
+    with precise(models.dtype):
         sums = measure(objective, params, frozen, _rows(ids, supervised, width))
     sums = jax.tree.map(lambda array: np.asarray(array)[:positions].tolist(), sums)
     counted = {name: list(map(round, getattr(sums, name))) for name in ("rows", "reached", "accepted")}

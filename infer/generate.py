@@ -16,7 +16,7 @@ from infer.compare import Comparison, compare
 from infer.engine import Generator
 from infer.loading import DTYPES
 from infer.results import Generation
-from infer.settings import Settings
+from infer.settings import Settings, add_width_flags
 from infer.trace import write_trace
 from poss_jax.errors import InputError
 
@@ -79,18 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     tree = parser.add_argument_group("draft tree")
     tree.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
-    tree.add_argument(
-        "--total-nodes",
-        type=int,
-        default=defaults.total_nodes,
-        help="nodes verified a round, the root counted (%(default)s)",
-    )
-    tree.add_argument(
-        "--draft-top-k",
-        type=int,
-        default=defaults.draft_top_k,
-        help="nodes expanded a level, and candidates under each (%(default)s)",
-    )
+    add_width_flags(tree)
     tree.add_argument("--plain", action="store_true", help="decode without the drafter")
     tree.add_argument("--compare", action="store_true", help="decode both ways and compare text and speed")
 

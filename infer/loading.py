@@ -1,14 +1,16 @@
 """From names of checkpoints to weights on devices."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from convert.checkpoint import Source, read_json
-from convert.load import Loaded, Place, load_draft, load_target, on_devices, target_plan
+from convert.load import Loaded, Place, load_draft, load_target, on_devices, target_config
 from convert.tokenizer import tokenizer_for
 from infer.draft_vocab import read_draft_vocab, trimmed_head
 from poss_jax import sharding
@@ -16,6 +18,11 @@ from poss_jax.config import parse_spans
 from poss_jax.errors import InputError
 
 DTYPES = ("float32", "bfloat16")
+
+
+def precise(dtype: str) -> contextlib.AbstractContextManager:
+    """Full float32 products where float32 was asked for: GPUs and TPUs default to fewer bits."""
+    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +61,7 @@ def load_models(
     if draft_vocab is not None:
         if draft is None:
             raise InputError(f"draft vocabulary {draft_vocab}: there is no drafter to use it")
-        kept = read_draft_vocab(draft_vocab, target_plan(source)[0].vocab_size)
+        kept = read_draft_vocab(draft_vocab, target_config(source).vocab_size)
     text = tokenizer_for(source, tokenizer)
     eos_ids = find_eos_ids(source, text)
     loaded = load_target(source, place)

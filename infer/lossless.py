@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.batch import bucket
-from infer.loading import Models
+from infer.loading import Models, precise
 from poss_jax import cache, llama
 
 
@@ -29,7 +29,7 @@ def logit_gap(models: Models, prompt: list[int], left: list[int], right: list[in
     ids = [*prompt, *left[:place]]
     tokens = np.zeros((1, bucket(len(ids))), np.int32)
     tokens[0, : len(ids)] = ids
-    with jax.default_matmul_precision("highest" if models.dtype == "float32" else "default"):
+    with precise(models.dtype):
         logits = _logits(models.target.params, models.target.config, tokens, np.array([len(ids)], np.int32))
     return abs(float(logits[left[place]] - logits[right[place]]))
 

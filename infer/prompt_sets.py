@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.checkpoint import first_line
+from convert.checkpoint import first_line, is_hub_id
 from infer.prompts import Prompt, prompt_in, read_lines
 from poss_jax.errors import InputError
 
@@ -69,7 +69,7 @@ def _name_of(name: str) -> str:
 
 def _questions(name: str) -> list[Question]:
     path = Path(name).expanduser()
-    if not path.exists() and name.count("/") == 1 and not name.startswith((".", "/", "~")) and path.suffix != ".jsonl":
+    if not path.exists() and is_hub_id(name) and path.suffix != ".jsonl":
         records = list(enumerate(_hub_records(name), 1))
     else:
         records = read_lines(name)

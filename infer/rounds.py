@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from convert.command import OneLineParser, exit_status
 from infer.draft_vocab import trimmed_head
-from infer.loading import DTYPES
-from infer.settings import Settings
+from infer.loading import DTYPES, precise
+from infer.settings import Settings, add_width_flags
 from infer.shapes import SHAPES, random_params
 from infer.timing import peak_memory, repeat_draft, repeat_verify
 from poss_jax import decode, sharding
@@ -51,8 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--random-weights", action="store_true", required=True, help="the only kind there is here")
     parser.add_argument("--spans", default="3,3", help="draft positions of each specialist (%(default)s)")
     parser.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
-    parser.add_argument("--total-nodes", type=int, default=defaults.total_nodes, help="root counted (%(default)s)")
-    parser.add_argument("--draft-top-k", type=int, default=defaults.draft_top_k, help="(%(default)s)")
+    add_width_flags(parser)
     parser.add_argument("--draft-vocab-size", type=int, help="draft only so many tokens (default: all)")
     parser.add_argument("--batch-size", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--context", type=int, default=1000, help="tokens before the measured ones (%(default)s)")
@@ -136,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     check_flags(options, target)
     plain, plan = make_plans(options, target)
     params = make_params(options, target, plan.draft)
-    with jax.default_matmul_precision("highest" if options.dtype == "float32" else "default"):
+    with precise(options.dtype):
         times = {"plain": plain_seconds(Params(params.target), plain, options)}
         state = start(params, plan, options)
         times |= round_seconds(params, plan, state, options.repeats)

@@ -70,3 +70,19 @@ def _whole(value: object) -> bool:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def add_width_flags(flags) -> None:
+    """--total-nodes and --draft-top-k, which every command that drafts has, to a parser or a group of one."""
+    flags.add_argument(
+        "--total-nodes",
+        type=int,
+        default=Settings.total_nodes,
+        help="nodes verified a round, the root counted (%(default)s)",
+    )
+    flags.add_argument(
+        "--draft-top-k",
+        type=int,
+        default=Settings.draft_top_k,
+        help="nodes expanded a level, and candidates under each (%(default)s)",
+    )

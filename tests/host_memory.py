@@ -23,7 +23,6 @@ from convert.checkpoint import Source
 from convert.load import load_target, on_devices
 from convert.names import target_entries
 from convert.output import write_tensors
-from convert.stored import expected_shapes
 from poss_jax import sharding
 from poss_jax.config import TargetConfig
 
@@ -40,7 +39,8 @@ def make(directory: Path, gigabytes: float) -> None:
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": hidden // 64,
     }
-    shapes = expected_shapes(target_entries(TargetConfig.from_hf(config)))
+    entries = target_entries(TargetConfig.from_hf(config))
+    shapes = {name: shape for entry in entries for name, shape in entry.stored_shapes.items()}
     random = np.random.default_rng(0)
     directory.mkdir(parents=True)
     write_tensors(

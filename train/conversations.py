@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convert.checkpoint import first_line
+from convert.checkpoint import first_line, is_hub_id
 from poss_jax.errors import InputError
 
 Messages = list[dict[str, str]]  # each {"role": "system" | "user" | "assistant", "content": text}
@@ -129,7 +129,7 @@ def read_records(name: str) -> Iterator[Any]:
         yield from _directory(path)
     elif path.is_file():
         yield from _file(path)
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and path.suffix not in SUFFIXES:
+    elif is_hub_id(name) and path.suffix not in SUFFIXES:
         yield from _load(name, split="train", path=name)
     else:
         raise InputError(f"{name}: no such file or directory")

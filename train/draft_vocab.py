@@ -14,10 +14,10 @@ import numpy as np
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
+from convert.load import target_config
 from convert.tokenizer import tokenizer_for
 from infer.draft_vocab import write_draft_vocab
 from infer.loading import find_eos_ids
-from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
 from train.data import add_data_flags, dataset_from
 from train.examples import Dataset
@@ -54,7 +54,7 @@ def most_frequent(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> 
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags."""
     source = Source.open(options.target)
-    config, tokenizer = TargetConfig.from_hf(source.config), tokenizer_for(source, options.tokenizer)
+    config, tokenizer = target_config(source), tokenizer_for(source, options.tokenizer)
     if not 1 <= options.size <= config.vocab_size:
         raise InputError(f"--size {options.size}: must be from 1 to the {config.vocab_size} tokens of the target")
     if Path(options.out).expanduser().exists():

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
+from convert.load import target_config
 from convert.tokenizer import tokenizer_for
 from infer.loading import DTYPES, load_models
 from poss_jax import llama, sharding
@@ -163,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
         sharding.parse_mesh(options.mesh, ("tensor",))  # before the data is read, which takes longer
     source = Source.open(options.target)
     dataset = dataset_from(options, tokenizer_for(source, options.tokenizer))
-    config = TargetConfig.from_hf(source.config)
+    config = target_config(source)
     dataset.check_target(config)
     kind = FeatureKind(options.dtype, config.block.hidden_size, str(options.target), target_fingerprint(source))
     print(dataset.summary)

@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from convert.checkpoint import Source
-from convert.load import Loaded, count_specialists, load_draft, load_target, on_devices
+from convert.load import Loaded, count_specialists, in_numpy, load_draft, load_target, on_devices
 from convert.stored import Parameter
 from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
@@ -72,7 +71,7 @@ def start_drafter(
 def _load(name: str) -> Loaded:
     """A drafter as host arrays, whatever its spans."""
     source = Source.open(name)
-    return load_draft(source, lambda array, spec: np.asarray(array), spans=(1,) * count_specialists(source))
+    return load_draft(source, in_numpy, spans=(1,) * count_specialists(source))
 
 
 def _on(mesh: Mesh, config: DraftConfig, params: dict[str, Any]) -> Params:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.checkpoint import Source, read_json, write_json
 from convert.command import OneLineParser, exit_status
+from convert.load import target_config
 from convert.save import save_draft
 from convert.tokenizer import tokenizer_for
 from infer.loading import DTYPES
@@ -238,9 +239,9 @@ def prepare(options: argparse.Namespace) -> Run:
     check_features(dataset, source)
     if jax.process_index() == 0:
         print(dataset.summary, file=sys.stderr)
+    dataset.check_target(target_config(source))
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
-    dataset.check_target(config)
     drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed)
     objective = Objective(config, drafter.config, weights, options.noise, groups, kernel)
     trainer = Trainer(objective, optimizer, mesh, draft_specs(drafter.config), options.seed)
