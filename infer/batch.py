@@ -16,6 +16,7 @@ from poss_jax import decode
 from poss_jax.decode import Params, Plan, State
 
 SMALLEST_BUCKET, LARGEST_STEP = 16, 512
+FIRST_SLOTS = 1024  # of the caches of a long text, which double whenever it has filled them
 
 
 class Batch:
@@ -39,14 +40,16 @@ class Batch:
         self.models, self.prompts, self.settings, self.trace = models, prompts, settings, trace
         draft = None if settings.plain else models.draft
         shape = settings.tree
-        if draft is not None and "vocab" in draft.params:
+        if draft is not None and "ids" in draft.params.get("vocab", {}):
             shape = shape.clamp(len(draft.params["vocab"]["ids"]))  # no wider than what may be drafted
-        self.plan = Plan.create(models.target.config, draft.config if draft else None, shape, settings.sampling)
+        self.plan = Plan.create(
+            models.target.config, draft.config if draft else None, shape, settings.sampling, models.kernel
+        )
         self.params = Params(models.target.params, draft.params if self.plan.draft else None)
         width = max(bucket(max(map(len, prompts))), width)
         # Depends on the bucket and not on the prompts, so that prompts of one bucket share a program.
         most = max(min(width + settings.max_new_tokens, context), width)
-        self.slots = round_up(most, SMALLEST_BUCKET) + self.plan.slack
+        self.slots = round_up(most + self.plan.slack, SMALLEST_BUCKET)  # in the end
         rows = settings.batch_size  # the last batch is filled up with companions that never run
         prompt = np.zeros((rows, width), np.int32)
         length, limit = np.full(rows, 2, np.int32), np.zeros(rows, np.int32)
@@ -59,31 +62,49 @@ class Batch:
         ids = () if settings.ignore_eos else models.eos_ids if settings.eos_ids is None else settings.eos_ids
         self.eos_ids = np.asarray([-1, *ids], np.int32)
         self.state: State | None = None
+        self.compile_seconds = 0.0
         self.ended = np.zeros(rows, bool)  # by the host, at a stop string
         self.traces: list[list[dict]] = [[] for _ in prompts]
 
-    def compile(self, compiled: set[tuple]) -> float:
-        """Compiles both programs unless `compiled` has their shapes already; seconds that took."""
-        shapes = (self.plan, self.slots, self.arguments[0].shape, self.eos_ids.shape)
-        if shapes in compiled:
-            return 0.0
+    def compile(self, compiled: set[tuple]) -> None:
+        """Compiles both programs unless `compiled` has their shapes already. What that takes, and what programs of more
+        slots will take when the texts have come to them, adds to `compile_seconds`.
+        """
+        self._compiled = compiled
+        if self._shapes(self._first_slots) in compiled:
+            return
         started = time.perf_counter()
         self.start()
         self._decode(1)  # a round, since devices load some kernels when they first run
         jax.block_until_ready(self.state.length)
         self.state = None
-        compiled.add(shapes)
-        return time.perf_counter() - started
+        compiled.add(self._shapes(self._first_slots))
+        self.compile_seconds += time.perf_counter() - started
+
+    def _shapes(self, slots: int) -> tuple:
+        """What a compiled program depends on."""
+        return self.plan, slots, self.arguments[0].shape, self.eos_ids.shape
+
+    @property
+    def _first_slots(self) -> int:
+        """Enough for the prompts and a round; all where the kernel of attention reads what is filled alone."""
+        if self.plan.kernel == "mosaic":
+            return self.slots
+        least = self.arguments[0].shape[1] + 2 * self.plan.slack
+        return min(self.slots, max(FIRST_SLOTS, round_up(least, FIRST_SLOTS)))
 
     def start(self) -> None:
         """Runs the prompts."""
         with self.precise():
-            self.state = decode.jit_prefill(self.params, self.plan, self.slots, *self.arguments, self.eos_ids)
+            self.state = decode.jit_prefill(self.params, self.plan, self._first_slots, *self.arguments, self.eos_ids)
         self._look()
 
     def advance(self, rounds: int) -> None:
-        """Runs `rounds` rounds at most; one at a time if they are traced."""
+        """Runs `rounds` rounds at most, fewer where the caches are full before; one at a time if they are traced."""
         before = self.length - 1, self.stopped
+        slots = self.state.tokens.shape[1]
+        if self.length.max() + self.plan.slack > slots:
+            self._grow(min(2 * slots, self.slots))
         self._decode(1 if self.trace else rounds)
         self._look()
         if self.trace:
@@ -91,6 +112,20 @@ class Batch:
             for row, trace in enumerate(self.traces):
                 if before[1][row] == decode.RUNNING and not self.ended[row]:
                     trace.append(round_record(last, row, len(trace), int(before[0][row])))
+
+    def finish(self) -> None:
+        """Runs rounds until every row has stopped."""
+        while np.any((self.stopped == decode.RUNNING) & ~self.ended):
+            self.advance(np.iinfo(np.int32).max)
+
+    def _grow(self, slots: int) -> None:
+        self.state = decode.jit_grow(self.state, slots)
+        if self._shapes(slots) not in self._compiled:
+            started = time.perf_counter()
+            self._decode(0)
+            jax.block_until_ready(self.state.length)
+            self._compiled.add(self._shapes(slots))
+            self.compile_seconds += time.perf_counter() - started
 
     def _decode(self, rounds: int) -> None:
         with self.precise():
@@ -108,7 +143,7 @@ class Batch:
             np.asarray, (state.tokens, state.length, state.stopped, state.rounds, state.accept_lengths)
         )
 
-    def answer(self, row: int, seconds: float, compile_seconds: float) -> Generation:
+    def answer(self, row: int, seconds: float) -> Generation:
         """What is known of a row so far; `stop_reason` None while it runs. A row with a stop string runs no more."""
         ids = list(self.prompts[row])
         token_ids = self.tokens[row, len(ids) : self.length[row]].tolist()
@@ -122,7 +157,7 @@ class Batch:
             accept_lengths = accept_lengths[: rounds_needed(accept_lengths, len(token_ids))]
             self.ended[row] = True
         trace = self.traces[row][: len(accept_lengths)] if self.trace else None
-        return Generation(ids, token_ids, text, reason, accept_lengths, seconds, compile_seconds, trace)
+        return Generation(ids, token_ids, text, reason, accept_lengths, seconds, self.compile_seconds, trace)
 
     def _device_reason(self, row: int) -> str | None:
         if self.stopped[row] == decode.RUNNING:

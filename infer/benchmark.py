@@ -8,13 +8,12 @@ With --shape it times rounds of a model with random weights instead: see `infer.
 """
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from infer.benchmark_store import PLAIN, Store, Study
 from infer.clock import Clock, Stopped
 from infer.engine import Generator
 from infer.loading import DTYPES, Models, load_models, with_draft
+from infer.programs import kept_programs
 from infer.prompt_sets import PromptSet, read_prompt_sets
-from infer.settings import Settings, add_width_flags
+from infer.settings import Settings, add_attention_flag, add_width_flags
 from infer.timing import Runner, bytes_of, peak_memory
 from poss_jax.errors import InputError
 
@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="draft positions of each specialist, such as poss3=3,3, where a drafter's config does not say",
     )
     what.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and caches (%(default)s)")
+    add_attention_flag(what)
     on = parser.add_argument_group("on what")
     on.add_argument(
         "--prompts",
@@ -192,6 +193,7 @@ def describe(
         "fixed": {
             "target": _fingerprint(target),
             "dtype": options.dtype,
+            "attention": models.kernel,
             "max_new_tokens": options.max_new_tokens,
             "total_nodes": options.total_nodes,
             "draft_top_k": options.draft_top_k,
@@ -281,28 +283,13 @@ def device_name() -> str:
     return devices[0].device_kind + (f" (1 of {len(devices)})" if len(devices) > 1 else "")
 
 
-@contextlib.contextmanager
-def kept_programs(directory: Path) -> Iterator[None]:
-    """Compiled programs are kept in `directory`, so that a run that goes on does not compile them again."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    before = jax.config.jax_compilation_cache_dir
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(directory.absolute()))
-    try:
-        yield
-    finally:
-        compilation_cache.reset_cache()
-        jax.config.update("jax_compilation_cache_dir", before)
-
-
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags."""
     started = time.monotonic()
     check_flags(options)
     sets = read_prompt_sets(options.prompts)
     limited = [PromptSet(prompts.name, prompts.questions[: options.limit]) for prompts in sets]
-    models = load_models(options.target, dtype=options.dtype)
+    models = load_models(options.target, dtype=options.dtype, attention=options.attention)
     drafters = load_drafters(options, models)
     runners = {(PLAIN, 0): Runner(Generator(models))}
     runners |= {key: Runner(generator) for key, (generator, _) in drafters.items()}

@@ -10,6 +10,7 @@ import numpy as np
 
 from infer import prompts as prompt_forms
 from infer.batch import Batch
+from infer.calibration import Calibration
 from infer.loading import Models, load_models
 from infer.prompts import Prompt
 from infer.results import Generation
@@ -36,6 +37,7 @@ class Generator:
         self.models = models
         self.target, self.draft, self.tokenizer = models.target, models.draft, models.tokenizer
         self._compiled: set[tuple] = set()
+        self._calibration = Calibration(models, self.encode)
 
     @classmethod
     def from_pretrained(
@@ -48,17 +50,28 @@ class Generator:
         mesh: str | None = None,
         tokenizer: str | Path | None = None,
         draft_vocab: str | Path | None = None,
+        draft_dtype: str | None = None,
+        attention: str = "auto",
     ) -> "Generator":
         """Loads a target (directory, hub id, GGUF file) and a drafter (directory or hub id).
 
         `spans`: how many draft positions each specialist serves, (3, 3) or "3,3"; needed where there are several and
         the drafter's config does not say. `mesh`: "tensor=N" splits the weights over N devices. `tokenizer`: where to
-        take the tokenizer from, if not from the target. `draft_vocab`: a file of the only tokens to draft. Raises
-        InputError.
+        take the tokenizer from, if not from the target. `draft_vocab`: a file of the only tokens to draft.
+        `draft_dtype`: "int8" rounds the drafter's weights and its copy of the head to that. `attention`: the kernel of
+        rounds, "plain", "mosaic" (Hopper GPUs, bfloat16) or "auto". Raises InputError.
         """
         return cls(
             load_models(
-                target, draft, spans=spans, dtype=dtype, mesh=mesh, tokenizer=tokenizer, draft_vocab=draft_vocab
+                target,
+                draft,
+                spans=spans,
+                dtype=dtype,
+                mesh=mesh,
+                tokenizer=tokenizer,
+                draft_vocab=draft_vocab,
+                draft_dtype=draft_dtype,
+                attention=attention,
             )
         )
 
@@ -119,6 +132,7 @@ class Generator:
         if not prompts:
             return
         settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, len(prompts)))
+        settings = self._calibration.settle(settings)
         looking = trace or bool(settings.stop)
         for first in range(0, len(prompts), settings.batch_size):
             group = prompts[first : first + settings.batch_size]
@@ -129,7 +143,7 @@ class Generator:
     def visits(self, prompts: Sequence[list[int]], settings: Settings) -> Iterator[list[Generation]]:
         """Answers one batch of token-id prompts, yielding what is there after every few rounds."""
         self.check(prompts, settings)
-        settings = dataclasses.replace(settings, batch_size=len(prompts))
+        settings = self._calibration.settle(dataclasses.replace(settings, batch_size=len(prompts)))
         seeds = settings.seeds or [settings.seed] * len(prompts)
         yield from self._run(prompts, seeds, settings, looking=True, trace=False)
 
@@ -138,20 +152,21 @@ class Generator:
     ) -> Iterator[list[Generation]]:
         """The host loop over one batch. Yields unfinished answers only if `looking`; the last ones are finished."""
         batch = Batch(self.models, prompts, seeds, settings, self.context(settings), trace=trace)
-        compile_seconds = batch.compile(self._compiled)
+        batch.compile(self._compiled)
         rounds = ROUNDS_PER_VISIT if looking else np.iinfo(np.int32).max
         answers: list[Generation | None] = [None] * len(prompts)
-        seconds, started = 0.0, time.perf_counter()
+        seconds, compiling, started = 0.0, batch.compile_seconds, time.perf_counter()
         batch.start()
         while True:
-            seconds += time.perf_counter() - started
+            seconds += time.perf_counter() - started - (batch.compile_seconds - compiling)
             for row, answer in enumerate(answers):
                 if answer is None or answer.stop_reason is None:
-                    answers[row] = batch.answer(row, seconds, compile_seconds)
+                    answers[row] = batch.answer(row, seconds)
             yield list(answers)
             if all(answer.stop_reason is not None for answer in answers):
                 return
-            started = time.perf_counter()  # what the caller does with an answer does not count
+            # What the caller does with an answer does not count.
+            compiling, started = batch.compile_seconds, time.perf_counter()
             batch.advance(rounds)
 
     def context(self, settings: Settings) -> int:

@@ -14,9 +14,10 @@ from infer import prompts as prompt_forms
 from infer.chat import chat
 from infer.compare import Comparison, compare
 from infer.engine import Generator
-from infer.loading import DTYPES
+from infer.loading import DRAFT_DTYPES, DTYPES
+from infer.programs import kept_programs
 from infer.results import Generation
-from infer.settings import Settings, add_width_flags
+from infer.settings import Settings, add_attention_flag, add_width_flags, number_or_auto
 from infer.trace import write_trace
 from poss_jax.errors import InputError
 
@@ -40,9 +41,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draft only the tokens of this file, which train.draft_vocab writes: a smaller head, and the same text",
     )
+    models.add_argument(
+        "--draft-dtype",
+        choices=DRAFT_DTYPES,
+        help="round the drafter's weights, and its copy of the head, to this: a little less acceptance, half the bytes "
+        "to read, and the same text (default: as --dtype)",
+    )
     models.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
     models.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and caches (%(default)s)")
     models.add_argument("--mesh", help="tensor=N splits the weights over N devices")
+    add_attention_flag(models)
 
     prompts = parser.add_argument_group("prompts (one of these)")
     prompts.add_argument("prompt", nargs="*", metavar="PROMPT", help="texts, each one a user turn")
@@ -78,8 +86,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     tree = parser.add_argument_group("draft tree")
-    tree.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
-    add_width_flags(tree)
+    tree.add_argument(
+        "--levels",
+        type=number_or_auto,
+        default=defaults.levels,
+        help="levels below the root; auto: measure once on this device which tree is fastest, or that plain decoding "
+        "is, and keep the result (%(default)s)",
+    )
+    add_width_flags(tree, auto=True)
     tree.add_argument("--plain", action="store_true", help="decode without the drafter")
     tree.add_argument("--compare", action="store_true", help="decode both ways and compare text and speed")
 
@@ -135,7 +149,7 @@ def check_flags(options: argparse.Namespace) -> None:
         (options.batch_size > 1 and options.compare, "--compare times prompts alone; leave out --batch-size"),
         (options.batch_size > 1 and options.chat, "--chat is one conversation; leave out --batch-size"),
     ]
-    for flag in ("spans", "draft_vocab", "compare", "trace"):
+    for flag in ("spans", "draft_vocab", "draft_dtype", "compare", "trace"):
         needs = f"--{flag.replace('_', '-')} needs --draft"
         clashes.append((getattr(options, flag) and options.draft is None, needs))
     for flag in ("raw", "json", "trace", "compare"):
@@ -162,6 +176,8 @@ def generator_from(options: argparse.Namespace) -> Generator:
         mesh=options.mesh,
         tokenizer=options.tokenizer,
         draft_vocab=options.draft_vocab,
+        draft_dtype=options.draft_dtype,
+        attention=options.attention,
     )
 
 
@@ -244,7 +260,9 @@ def describe(generation: Generation) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

@@ -25,19 +25,22 @@ from jax.sharding import Mesh
 
 from convert.command import OneLineParser, exit_status
 from infer.draft_vocab import trimmed_head
-from infer.loading import DTYPES, precise
-from infer.settings import Settings, add_width_flags
+from infer.loading import DRAFT_DTYPES, DTYPES, choose_kernel, precise
+from infer.programs import kept_programs
+from infer.settings import Settings, add_attention_flag, add_width_flags
 from infer.shapes import SHAPES, random_params
 from infer.timing import peak_memory, repeat_draft, repeat_verify
 from poss_jax import decode, sharding
 from poss_jax.config import DraftConfig, TargetConfig, parse_spans
 from poss_jax.decode import Params, Plan, State
 from poss_jax.errors import InputError
+from poss_jax.int8 import quantize_draft
 from poss_jax.llama import ParameterSpec, parameter_specs
 from poss_jax.sampling import Sampling
 from poss_jax.specialist import draft_specs
 
 REPEATS = 16  # of a part in one program
+SLOTS_MULTIPLE = 8  # of caches that the kernel "mosaic" reads
 READ_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}  # of the array that tells the bandwidth
 KERNELS_SHOWN = 20
 NEVER = np.asarray([-1], np.int32)  # no end of text
@@ -53,11 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--levels", type=int, default=defaults.levels, help="levels below the root (%(default)s)")
     add_width_flags(parser)
     parser.add_argument("--draft-vocab-size", type=int, help="draft only so many tokens (default: all)")
+    parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, help="of the drafter's weights (default: as --dtype)")
     parser.add_argument("--batch-size", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--context", type=int, default=1000, help="tokens before the measured ones (%(default)s)")
     parser.add_argument("--slots", type=int, default=2048, help="of the caches (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (%(default)s)")
     parser.add_argument("--mesh", default="tensor=1", help="tensor=N splits the weights over N devices (%(default)s)")
+    add_attention_flag(parser)
     parser.add_argument("--repeats", type=int, default=5, help="of every measurement, for the median (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="also the kernels that rounds spend their time in")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -77,7 +82,10 @@ def check_flags(options: argparse.Namespace, target: TargetConfig) -> None:
     needed = options.context + 4 * REPEATS * (options.levels + 1)
     if options.slots < needed:
         raise InputError(f"--slots {options.slots}: --context {options.context} needs at least {needed}")
-    if make_plans(options, target)[1].draft is None:
+    plan = make_plans(options, target)[1]
+    if plan.kernel == "mosaic" and options.slots % SLOTS_MULTIPLE:
+        raise InputError(f"--slots {options.slots}: --attention mosaic needs a multiple of {SLOTS_MULTIPLE}")
+    if plan.draft is None:
         raise InputError(f"--levels {options.levels} --total-nodes {options.total_nodes}: leave no tree to draft")
     if options.profile and jax.default_backend() == "cpu":
         raise InputError("--profile: this device does not tell its kernels; leave it out")
@@ -107,7 +115,8 @@ def make_plans(options: argparse.Namespace, target: TargetConfig) -> tuple[Plan,
     draft = DraftConfig(target.block, target.vocab_size, parse_spans(options.spans))
     shape = Settings(levels=options.levels, total_nodes=options.total_nodes, draft_top_k=options.draft_top_k).tree
     shape = shape.clamp(options.draft_vocab_size or target.vocab_size)
-    return tuple(Plan.create(target, config, shape, Sampling()) for config in (None, draft))
+    kernel = choose_kernel(options.attention, options.dtype, make_mesh(options).size, target.block.head_dim)
+    return tuple(Plan.create(target, config, shape, Sampling(), kernel) for config in (None, draft))
 
 
 def make_params(options: argparse.Namespace, target: TargetConfig, draft: DraftConfig) -> Params:
@@ -117,6 +126,8 @@ def make_params(options: argparse.Namespace, target: TargetConfig, draft: DraftC
     drafter = random_params(draft_specs(draft), mesh, dtype)
     if options.draft_vocab_size:
         drafter["vocab"] = trimmed_head(weights, np.arange(options.draft_vocab_size))
+    if options.draft_dtype:
+        drafter = jax.jit(quantize_draft)(drafter, weights)
     return Params(weights, drafter)
 
 
@@ -144,9 +155,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = read_bandwidth(options.repeats)
     return {
         "device": jax.local_devices()[0].device_kind,
+        "attention": plan.kernel,
         "jax": jax.__version__,
-        **{name: getattr(options, name) for name in ("shape", "spans", "draft_vocab_size", "batch_size")},
-        **{name: getattr(options, name) for name in ("context", "slots", "dtype", "mesh")},
+        **{
+            name: getattr(options, name) for name in ("shape", "spans", "draft_vocab_size", "draft_dtype", "batch_size")
+        },
+        **{name: getattr(options, name) for name in ("batch_size", "context", "slots", "dtype", "mesh")},
         **dataclasses.asdict(plan.tree),
         "seconds": times,
         "bytes_read": reads,
@@ -270,7 +284,8 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['shape']}, {figures['dtype']}, batch {figures['batch_size']}, spans {figures['spans']}, "
         f"{figures['levels']} levels, {figures['total_nodes']} nodes, context {figures['context']} of "
-        f"{figures['slots']} slots, {figures['mesh']}; {figures['device']}, JAX {figures['jax']}",
+        f"{figures['slots']} slots, {figures['mesh']}, attention {figures['attention']}; {figures['device']}, "
+        f"JAX {figures['jax']}",
         f"plain read of memory: {figures['read_bandwidth'] / 1e9:,.0f} GB/s",
         f"{'':<8}{'ms':>9}{'GB read':>10}{'of bandwidth':>14}",
     ]
@@ -295,7 +310,9 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Runner:
         """Answers of one batch, of `settings.batch_size` rows whether or not there are as many prompts."""
         batch = self._batch(prompts, seeds, settings, width)
         batch.start()
-        _finish(batch)
-        return [batch.answer(row, 0.0, 0.0) for row in range(len(prompts))]
+        batch.finish()
+        return [batch.answer(row, 0.0) for row in range(len(prompts))]
 
     def time(self, prompt: list[int], seed: int, settings: Settings, repeats: int) -> Timed:
         """One prompt alone, `repeats` times; the median of each time."""
@@ -56,8 +56,8 @@ class Runner:
         for _ in range(repeats):
             batch = self._batch([prompt], [seed], settings)
             prefill.append(_seconds(batch.start))
-            rounds.append(_seconds(functools.partial(_finish, batch)))
-        answer = batch.answer(0, 0.0, 0.0)
+            rounds.append(_finish(batch))
+        answer = batch.answer(0, 0.0)
         medians = statistics.median(prefill), statistics.median(rounds)
         return Timed(answer, Duration(len(answer.token_ids), 1, answer.rounds, *medians))
 
@@ -75,7 +75,7 @@ class Runner:
             draft = _per_repeat(lambda n: repeat_draft(batch.params, batch.plan, state, n))
             verify = _per_repeat(lambda n: repeat_verify(batch.params, batch.plan, state, tree, batch.eos_ids, n))
         before = int(batch.rounds[0])
-        seconds = _seconds(functools.partial(_finish, batch))
+        seconds = _finish(batch)
         rounds = int(batch.rounds[0]) - before
         return {
             "draft_seconds": draft,
@@ -133,9 +133,10 @@ def _per_repeat(run: Callable[[np.int32], Any]) -> float:
     return _seconds(lambda: jax.block_until_ready(run(np.int32(SPLIT_REPEATS)))) / SPLIT_REPEATS
 
 
-def _finish(batch: Batch) -> None:
-    """Runs rounds until every row has stopped; the host has the tokens then."""
-    batch.advance(np.iinfo(np.int32).max)
+def _finish(batch: Batch) -> float:
+    """Seconds until every row has stopped, programs compiled on the way left out."""
+    before = batch.compile_seconds
+    return _seconds(batch.finish) - (batch.compile_seconds - before)
 
 
 def _seconds(work: Callable[[], Any]) -> float:

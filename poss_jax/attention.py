@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-KERNELS = ("plain", "cudnn")
+TRAINING_KERNELS, DECODING_KERNELS = ("plain", "cudnn"), ("plain", "mosaic")
+KERNEL_HEAD_SIZES = (64, 128)  # that "mosaic" is written for
 QUERY_CHUNK = 512  # long prompts are attended in chunks of this many rows, so scores stay [b, k, g, 512, s]
 
 
@@ -17,22 +18,32 @@ class KeyValues(NamedTuple):
     values: jax.Array
 
 
+class Filled(NamedTuple):
+    """The first `length` [b] key rows, seen by every query row; what lies behind them does not matter."""
+
+    length: jax.Array
+
+
 class Part(NamedTuple):
     """Keys and values to attend to. `mask` [b or 1, t or 1, s] is true where query row t may see key row s; None is
     causal: the keys are those of the query rows, of which each sees itself and the ones before it.
     """
 
     rows: KeyValues
-    mask: jax.Array | None
+    mask: jax.Array | Filled | None
 
 
 def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") -> jax.Array:
     """One softmax over all `parts`; `query` [b, t, k, g, d] gives [b, t, k, g, d] in its dtype.
 
     Scores and softmax are float32, forbidden scores minus infinity. Every query row must see at least one key.
-    `kernel` "cudnn" takes one part, in bfloat16 or float16, and can be traced on an NVIDIA GPU only; it never writes
-    scores to memory, and rounds the weights of values differently.
+    Two kernels never write scores to memory, and round the weights of values differently: "cudnn" takes one part, in
+    bfloat16 or float16, and can be traced on an NVIDIA GPU only; "mosaic" is `tree_attention.attend`.
     """
+    if kernel == "mosaic":
+        from poss_jax import tree_attention  # Pallas' part for GPUs, which nothing else needs
+
+        return tree_attention.attend(query, parts)
     if kernel == "cudnn":
         ((keys_and_values, mask),) = parts
         return fused_attention(query, keys_and_values, None if mask is None else mask[:, None])
@@ -81,6 +92,8 @@ def _mask_of(part: Part, first: jax.Array | int, count: int) -> jax.Array:
     """The mask of `count` query rows from `first` on; a causal one is never whole in memory."""
     if part.mask is None:
         return (first + jnp.arange(count)[:, None] >= jnp.arange(part.rows.keys.shape[2]))[None]
+    if isinstance(part.mask, Filled):
+        return (jnp.arange(part.rows.keys.shape[2]) < part.mask.length[:, None])[:, None]
     if part.mask.shape[1] == 1:
         return part.mask
     return jax.lax.dynamic_slice_in_dim(part.mask, first, count, axis=1)

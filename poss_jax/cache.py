@@ -1,11 +1,11 @@
-"""KV caches of static shape: allocate, write rows, see the filled part."""
+"""KV caches of static shape: allocate, write and read rows."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from poss_jax.attention import KeyValues, Part
+from poss_jax.attention import KeyValues
 from poss_jax.config import BlockConfig
 
 
@@ -39,9 +39,3 @@ def read_rows(buffer: jax.Array, start: jax.Array, count: int, axis: int = 0) ->
         return jax.lax.dynamic_slice_in_dim(row, first, count, axis)
 
     return jax.vmap(read_one)(buffer, start)
-
-
-def filled(cache: KeyValues, length: jax.Array) -> Part:
-    """The first `length[b]` slots as something to attend to, seen by every query row: mask [b, 1, s]."""
-    slots = jnp.arange(cache.keys.shape[2])
-    return Part(cache, (slots < length[:, None])[:, None, :])

@@ -18,6 +18,8 @@ from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.sampling import Sampling
 from poss_jax.tree import ROOT_ONLY, Tree, TreeShape
 
+# What a kernel of attention would pad the nodes of a tree to, in every layer.
+NODES_MULTIPLE = {"plain": 1, "mosaic": 8}
 RUNNING, STOPPED_AT_EOS, STOPPED_AT_LIMIT, STOPPED_BY_HOST = 0, 1, 2, 3
 
 
@@ -29,16 +31,22 @@ class Plan:
     draft: DraftConfig | None = None
     tree: TreeShape = ROOT_ONLY
     sampling: Sampling = Sampling()
+    kernel: str = "plain"  # of attention in rounds, see `attention`
 
     @classmethod
     def create(
-        cls, target: TargetConfig, draft_config: DraftConfig | None, shape: TreeShape, sampling: Sampling
+        cls,
+        target: TargetConfig,
+        draft_config: DraftConfig | None,
+        shape: TreeShape,
+        sampling: Sampling,
+        kernel: str = "plain",
     ) -> "Plan":
         """Clamps the tree to what can be filled; one without levels needs no drafter."""
         shape = shape.clamp(target.vocab_size)
         if draft_config is None or shape.levels == 0:
-            return cls(target, None, ROOT_ONLY, sampling)
-        return cls(target, draft_config, shape, sampling)
+            return cls(target, None, ROOT_ONLY, sampling, kernel)
+        return cls(target, draft_config, shape, sampling, kernel)
 
     @property
     def slack(self) -> int:
@@ -92,9 +100,9 @@ def prefill(
 ) -> State:
     """Runs the prompts [b, t] (padded on the right to one bucket) and chooses the first new token of each.
 
-    `slots` >= largest limit + `plan.slack`, and > t. `limit` [b]: tokens at which a row stops, prompt included;
-    a row whose limit does not exceed its prompt is a companion that never runs. `key` [b]: PRNG keys. `eos_ids`
-    [e] int32, padded with -1.
+    `slots` > t; with fewer than the largest limit + `plan.slack`, `decode` stops for want of room and the state must
+    `grow`. `limit` [b]: tokens at which a row stops, prompt included; a row whose limit does not exceed its prompt is a
+    companion that never runs. `key` [b]: PRNG keys. `eos_ids` [e] int32, padded with -1.
     """
     batch, rows = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(rows), (batch, rows))
@@ -131,7 +139,8 @@ def prefill(
 
 
 def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds: jax.Array, ended: jax.Array) -> State:
-    """Runs at most `rounds` [] rounds, fewer if every row stops. `state` is donated and updated in place.
+    """Runs at most `rounds` [] rounds, fewer if every row stops or one has no room for another. `state` is donated and
+    updated in place.
 
     `ended` [b] bool: rows that the host has stopped since, at a stop string say.
     """
@@ -140,7 +149,9 @@ def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds:
 
     def unfinished(carry):
         done, current = carry
-        return (done < rounds) & jnp.any(current.stopped == RUNNING)
+        # Rows that have stopped are written to as well: theirs must not be clamped into their tokens.
+        room = current.length + plan.slack <= current.tokens.shape[1]
+        return (done < rounds) & jnp.any(current.stopped == RUNNING) & jnp.all(room)
 
     def one_more(carry):
         done, current = carry
@@ -149,6 +160,26 @@ def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds:
     return jax.lax.while_loop(unfinished, one_more, (jnp.int32(0), state))[1]
 
 
+def grow(state: State, slots: int) -> State:
+    """The same state with `slots` slots, of which the new ones are empty. Attention over caches costs by the slot, so
+    long texts start with few.
+    """
+    more = slots - state.tokens.shape[1]
+
+    def widen(array: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(array, [(0, more if index == axis else 0) for index in range(array.ndim)])
+
+    caches = (state.target_caches, state.draft_caches)
+    target_caches, draft_caches = jax.tree.map(lambda array: widen(array, 2), caches)
+    return state.replace(
+        tokens=widen(state.tokens, 1),
+        accept_lengths=widen(state.accept_lengths, 1),
+        target_caches=target_caches,
+        draft_caches=draft_caches,
+    )
+
+
+jit_grow = jax.jit(grow, static_argnames=("slots",))
 jit_prefill = jax.jit(prefill, static_argnames=("plan", "slots"))
 jit_decode = jax.jit(decode, static_argnames=("plan",), donate_argnames=("state",))
 
@@ -169,25 +200,28 @@ def draft_round(params: Params, plan: Plan, state: State) -> tuple[Tree, draft.C
     start = state.length - 1 - state.fresh
     following = cache.read_rows(state.tokens, start + 1, plan.slack)  # row i holds token i + 1
     fresh = draft.Fresh(functions.inputs(following, state.features), start, state.fresh)
-    return draft.draft_tree(functions, plan.tree, root, fresh, state.draft_caches)
+    return draft.draft_tree(functions, plan.tree, root, fresh, state.draft_caches, plan.kernel)
 
 
 def verify_round(
     params: Params, plan: Plan, state: State, tree_drafted: Tree, draft_caches: draft.Caches, eos_ids: jax.Array
 ) -> State:
     """The second part of a round: the target's pass over the tree, what it accepts, and the commit."""
-    committed = state.length - 1
-    positions = committed[:, None] + tree_drafted.depths
+    committed, nodes = state.length - 1, tree_drafted.tokens.shape[1]
+    fed = tree.pad(tree_drafted, NODES_MULTIPLE[plan.kernel])
+    positions = committed[:, None] + fed.depths
     features, new_rows = llama.forward(
         params.target,
         plan.target,
-        tree_drafted.tokens,
+        fed.tokens,
         positions,
         positions + 1,
-        tree_drafted.mask,
+        fed.mask,
         state.target_caches,
         committed,
+        plan.kernel,
     )
+    features = features[:, :nodes]
     logits = llama.head(params.target, features)  # [b, n, v]
     accepted = jax.vmap(_accept, in_axes=(None, 0, 0, 0, 0))(plan, tree_drafted, logits, state.key, committed)
     return _commit(plan, state, tree_drafted, draft_caches, accepted, features, new_rows, eos_ids)

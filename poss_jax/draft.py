@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import cache, llama, tree
-from poss_jax.attention import KeyValues, Part, attention
+from poss_jax.attention import Filled, KeyValues, Part, attention
 from poss_jax.config import DraftConfig
+from poss_jax.int8 import widen
 from poss_jax.specialist import BoundDrafter
+from poss_jax.top_k import top_k
 from poss_jax.tree import Beam, Level, Tree, TreeShape
 
 Params = dict[str, Any]
@@ -33,7 +35,7 @@ class Fresh(NamedTuple):
 
 class Functions(NamedTuple):
     """A drafter with its parameters and what it borrows from the target: embedding unless it has one, head unless it
-    has a `trim_head` under `vocab`.
+    has one under `vocab`: `head`, and `ids` if that is a `trim_head`.
     """
 
     config: DraftConfig
@@ -53,10 +55,11 @@ class Functions(NamedTuple):
         """The `width` most probable tokens after predicted features [b, t, h] and their log-probabilities, among those
         that the drafter may propose.
         """
-        vocab = self.params.get("vocab")
-        logits = llama.head(self.target if vocab is None else vocab, predicted)
-        values, tokens = jax.lax.top_k(logits, width)
-        tokens = tokens if vocab is None else vocab["ids"][tokens]
+        vocab = self.params.get("vocab", {})
+        head = {"head": widen(vocab["head"], predicted.dtype)} if vocab else self.target
+        logits = llama.head(head, predicted)
+        values, tokens = top_k(logits, width)
+        tokens = vocab["ids"][tokens] if "ids" in vocab else tokens
         return tokens, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -84,9 +87,10 @@ def fill_prefix(functions: Functions, tokens: jax.Array, features: jax.Array, ca
 
 
 def draft_tree(
-    functions: Functions, shape: TreeShape, root: jax.Array, fresh: Fresh, caches: Caches
+    functions: Functions, shape: TreeShape, root: jax.Array, fresh: Fresh, caches: Caches, kernel: str = "plain"
 ) -> tuple[Tree, Caches]:
-    """Drafts the tree under the tokens `root` [b], and brings every cache up to date with `fresh`.
+    """Drafts the tree under the tokens `root` [b], and brings every cache up to date with `fresh`. `kernel`: see
+    `attention`.
 
     Position 0 asks from the last real fresh row; a node of depth p is expanded at position p, from the feature
     predicted when its parent was. Keys and values that a position sees all come from its own specialist, so a
@@ -111,11 +115,11 @@ def draft_tree(
                 specialist, drafted[-1], _positions(committed, position, drafted[-1])
             )
             rows = _append(rows, new)
-        parts = [cache.filled(caches[specialist], committed)]
+        parts = [Part(caches[specialist], Filled(committed))]
         if beam is not None:
             parts.append(Part(rows, beam.ancestors))
         x = _last_fresh(fresh.x, fresh.count) if beam is None else drafted[-1]
-        predicted = functions.drafter.finish(specialist, x, attention(query, parts))
+        predicted = functions.drafter.finish(specialist, x, attention(query, parts, kernel))
         tokens, log_probs = functions.best_tokens(predicted, shape.top_k)
         if beam is None:
             level, beam = tree.first_level(tokens[:, 0], log_probs[:, 0])

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import layers
-from poss_jax.attention import KeyValues, Part, attention
-from poss_jax.cache import filled
+from poss_jax.attention import Filled, KeyValues, Part, attention
 from poss_jax.config import TargetConfig
 from poss_jax.rotary import rotary, rotate
 
@@ -94,7 +93,7 @@ def forward(
         rows = layers.as_rows(rotate(key, cos, sin), value)
         parts = [Part(rows, mask)]
         if prefix is not None:
-            parts.insert(0, filled(prefix[index], prefix_length))
+            parts.insert(0, Part(prefix[index], Filled(prefix_length)))
         attended = attention(rotate(query, cos, sin), parts, kernel)
         x = x + layers.attention_output(attended, layer["attention_output"], layer.get("attention_output_bias"))
         normed = layers.rms_norm(x, layer["mlp_norm"], block.norm_eps)

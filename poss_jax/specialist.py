@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from poss_jax import layers
 from poss_jax.attention import KeyValues, Part, attention
 from poss_jax.config import BlockConfig, DraftConfig
+from poss_jax.int8 import widen_all
 from poss_jax.llama import ParameterSpec
 from poss_jax.rotary import rotary, rotate
 
@@ -147,8 +148,9 @@ class BoundDrafter(NamedTuple):
     """A drafter with its parameters (`BORROWED` ones among them are left to the caller): `Drafter`'s methods as
     functions.
 
-    They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training) are cast where
-    they are used, so that what several uses add to their gradients is added in the dtype of the parameters.
+    They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training, `Int8` in
+    generation) are cast where they are used, so that what several uses add to their gradients is added in the dtype of
+    the parameters.
     """
 
     config: DraftConfig
@@ -156,8 +158,7 @@ class BoundDrafter(NamedTuple):
 
     def _apply(self, dtype: jnp.dtype, *arguments, method: str):
         modules = {name: value for name, value in self.params.items() if name not in BORROWED}
-        modules = jax.tree.map(lambda array: array.astype(dtype), modules)
-        return Drafter(self.config, dtype).apply({"params": modules}, *arguments, method=method)
+        return Drafter(self.config, dtype).apply({"params": widen_all(modules, dtype)}, *arguments, method=method)
 
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.inputs`."""

@@ -154,6 +154,17 @@ def assemble(root: jax.Array, levels: list[Level], shape: TreeShape) -> Tree:
     )
 
 
+def pad(tree: Tree, multiple: int) -> Tree:
+    """The tree with nodes behind it that nobody sees, up to a multiple of so many; one of the root alone as it is."""
+    nodes = tree.tokens.shape[1]
+    more = -nodes % multiple if nodes > 1 else 0
+
+    def widen(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, [(0, 0), *[(0, more)] * (array.ndim - 1)])
+
+    return Tree(*map(widen, tree))
+
+
 def ancestor_mask(parents: jax.Array, levels: int) -> jax.Array:
     """[b, n, n] from parents [b, n]: each round lets a node see one generation further up."""
     itself = jnp.eye(parents.shape[1], dtype=bool)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 # Nearly all of the tests' time is compilation of programs that run once. Without these two it takes thrice as long;
 # they leave alone what XLA does to a program and only make its machine code worse. `make test` sets OPTIMISED_TESTS for
@@ -11,6 +12,8 @@ flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_coun
 flags += [] if os.environ.get("OPTIMISED_TESTS") else [QUICK_COMPILATION]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_cache = tempfile.TemporaryDirectory()  # commands keep compiled programs in the user's cache, which is not for tests
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
+import infer.batch
 from infer import Generator, Settings
 from infer.batch import Batch
 from poss_jax import decode
@@ -68,8 +69,9 @@ def bytes_of(tree) -> int:
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
-def test_caches_are_updated_in_place(tmp_path, plain, batch_size):
+def test_caches_are_updated_in_place(tmp_path, monkeypatch, plain, batch_size):
     """Every byte of the state is aliased to the result, and no copy of a cache is made on the way."""
+    monkeypatch.setattr(infer.batch, "FIRST_SLOTS", 8192)
     config = fixtures.tiny(tmp_path / "target", max_position_embeddings=8192, head_dim=64, num_attention_heads=2)
     fixtures.draft(tmp_path / "draft", config, 2)
     generator = Generator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), spans=(1, 1))
@@ -85,6 +87,48 @@ def test_caches_are_updated_in_place(tmp_path, plain, batch_size):
     # Scores and masks grow with the slots too, but by less than one copy of one layer's keys.
     (small, small_keys), (large, large_keys) = temporary
     assert large - small < large_keys - small_keys
+
+
+@pytest.mark.parametrize("options", [{}, {"plain": True}], ids=["drafted", "plain"])
+def test_caches_grow_with_the_text_and_change_nothing(golden, monkeypatch, options):
+    """A row that has stopped long before keeps its text while the others grow."""
+    generator, prompts = golden("poss2"), list(golden_data.prompts().values())[:3]
+    options = {"max_new_tokens": 50, "batch_size": 3, **TREE, **options}
+    end = generator.generate(prompts, **options)[0].token_ids[20]
+    options["eos_ids"] = (end,)
+    whole = generator.generate(prompts, **options)
+    assert len(whole[0].token_ids) <= 21
+    assert len({len(answer.token_ids) for answer in whole}) > 1
+    monkeypatch.setattr(infer.batch, "FIRST_SLOTS", 32)
+    *_, visited = generator.visits(prompts, Settings(**options))
+    for answers in (generator.generate(prompts, **options), visited):
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in whole]
+        assert [answer.accept_lengths for answer in answers] == [answer.accept_lengths for answer in whole]
+    with compilations() as again:
+        generator.generate(prompts, **options)
+    assert again == []
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+def test_caches_double_until_the_text_fits(monkeypatch, mesh):
+    monkeypatch.setattr(infer.batch, "FIRST_SLOTS", 32)
+    generator = golden_data.generator("poss2", mesh=mesh)
+    batch = batch_of(generator, [prompt_of(5)], max_new_tokens=100, ignore_eos=True, **TREE)
+    batch.compile(set())
+    batch.start()
+    slots = [batch.state.target_caches[0].keys.shape[2]]
+    before = batch.compile_seconds
+    while batch.stopped[0] == decode.RUNNING:
+        batch.advance(np.iinfo(np.int32).max)
+        slots.append(batch.state.target_caches[0].keys.shape[2])
+    assert slots == [32, 32, 64, 128]
+    assert batch.slots == 128
+    assert batch.compile_seconds > before
+    answer = batch.answer(0, 0.0)
+    assert answer.stop_reason == "max_new_tokens"
+    assert answer.compile_seconds == batch.compile_seconds
+    plain = generator.generate([prompt_of(5)], max_new_tokens=100, ignore_eos=True, plain=True)
+    assert answer.token_ids == plain[0].token_ids
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])

@@ -37,7 +37,7 @@ def test_the_command_prints_every_part_beside_what_it_reads(capsys):
     assert benchmark.main([*FLAGS, *TREE, "--slots", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
-        "tiny, float32, batch 1, spans 1,1, 2 levels, 6 nodes, context 20 of 64 slots, tensor=1; cpu"
+        "tiny, float32, batch 1, spans 1,1, 2 levels, 6 nodes, context 20 of 64 slots, tensor=1, attention plain; cpu"
     )
     assert [line.split()[0] for line in lines[3:7]] == ["plain", "draft", "verify", "round"]
     assert lines[7].startswith("speed-up over plain decoding by tokens per round: ")

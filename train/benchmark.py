@@ -18,7 +18,7 @@ import numpy as np
 from convert.command import OneLineParser, exit_status
 from infer.shapes import SHAPES, random_params
 from poss_jax import sharding
-from poss_jax.attention import KERNELS
+from poss_jax.attention import TRAINING_KERNELS
 from poss_jax.config import DraftConfig, TargetConfig, parse_spans
 from poss_jax.llama import parameter_specs
 from poss_jax.objective import Objective, Rows
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="online: the target runs in the update; stored: features are given, random ones (%(default)s)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--attention", choices=KERNELS, default="plain", help="of the target (%(default)s)")
+    parser.add_argument("--attention", choices=TRAINING_KERNELS, default="plain", help="of the target (%(default)s)")
     parser.add_argument("--mesh", default="data=1", help="such as data=2,fsdp=2,tensor=2 (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="updates before the measured ones (%(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="measured updates (%(default)s)")

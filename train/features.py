@@ -25,6 +25,7 @@ from convert.command import OneLineParser, exit_status
 from convert.load import target_config
 from convert.tokenizer import tokenizer_for
 from infer.loading import DTYPES, load_models
+from infer.programs import kept_programs
 from poss_jax import llama, sharding
 from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
@@ -209,7 +210,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from convert.command import OneLineParser, exit_status
 from infer import generate
 from infer.batch import bucket
 from infer.engine import Generator
+from infer.programs import kept_programs
 from infer.results import Generation
 from infer.settings import Settings
 from poss_jax.errors import InputError
@@ -244,7 +245,19 @@ def build_parser() -> argparse.ArgumentParser:
     known, data_flags = generate.build_parser(), OneLineParser(add_help=False)
     add_data_flags(data_flags)
     models = parser.add_argument_group("models; a drafter makes it faster and changes no answer")
-    _borrow(models, known, "target", "draft", "spans", "draft_vocab", "tokenizer", "dtype", "mesh")
+    _borrow(
+        models,
+        known,
+        "target",
+        "draft",
+        "spans",
+        "draft_vocab",
+        "draft_dtype",
+        "tokenizer",
+        "dtype",
+        "mesh",
+        "attention",
+    )
     data = parser.add_argument_group("conversations")
     data.add_argument(
         "--data",
@@ -296,7 +309,7 @@ def check_flags(options: argparse.Namespace) -> list[DataSource]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} {value}: must be at least 1")
-    for flag in ("spans", "draft_vocab"):
+    for flag in ("spans", "draft_vocab", "draft_dtype"):
         if getattr(options, flag) and options.draft is None:
             raise InputError(f"--{flag.replace('_', '-')} needs --draft")
     sources = parse_sources(options.data)
@@ -360,7 +373,9 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from convert.load import target_config
 from convert.save import save_draft
 from convert.tokenizer import tokenizer_for
 from infer.loading import DTYPES
+from infer.programs import kept_programs
 from poss_jax import sharding
-from poss_jax.attention import KERNELS
+from poss_jax.attention import TRAINING_KERNELS
 from poss_jax.config import format_spans, parse_spans
 from poss_jax.errors import InputError
 from poss_jax.losses import LossWeights
@@ -71,7 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, help="to compute in; masters are float32 (float32 on CPU, else bfloat16)"
     )
     models.add_argument(
-        "--attention", choices=("auto", *KERNELS), default="auto", help="of the target; auto: cudnn where it can run"
+        "--attention",
+        choices=("auto", *TRAINING_KERNELS),
+        default="auto",
+        help="of the target; auto: cudnn where it can run",
     )
 
     data = parser.add_argument_group("data")
@@ -344,7 +348,9 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

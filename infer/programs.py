@@ -1,0 +1,57 @@
+"""Compiled programs, kept on disk between runs: a large one takes a minute to compile and a second to read."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@contextlib.contextmanager
+def kept_programs(directory: Path | None = None) -> Iterator[None]:
+    """Programs that are compiled inside are kept in `directory`, and read from there instead of compiled again.
+
+    Without a directory it is the one that JAX was told of (JAX_COMPILATION_CACHE_DIR), else `default_directory`.
+    JAX_ENABLE_COMPILATION_CACHE=false keeps none. A directory that cannot be written to is said and done without.
+    """
+    before = jax.config.jax_compilation_cache_dir
+    if not jax.config.jax_enable_compilation_cache or (directory is None and before is not None):
+        yield
+        return
+    directory = default_directory() if directory is None else directory.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"note: compiled programs are not kept: {error}", file=sys.stderr)
+        yield
+        return
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    try:
+        yield
+    finally:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def default_directory() -> Path:
+    """In the user's cache, apart for each kind of processor: homes are shared between machines, and a program for a
+    CPU that has more instructions than this one would stop it.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "poss-jax" / f"programs-{_processor()}"
+
+
+def _processor() -> str:
+    """A short name for what this machine's processor can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        abilities = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    except OSError:
+        abilities = [platform.processor()]
+    return hashlib.sha256("\n".join([platform.machine(), *abilities]).encode()).hexdigest()[:12]

@@ -1,0 +1,82 @@
+"""Drafters in 8 bits: other trees now and then, the very same text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer import Generator, generate
+from infer.draft_vocab import write_draft_vocab
+from poss_jax.errors import InputError
+from poss_jax.int8 import Int8, quantize, quantize_draft, widen
+from tests import golden_data
+
+TREE = {"levels": 3, "total_nodes": 12, "draft_top_k": 4}
+
+
+def test_rounding_of_a_matrix_by_hand():
+    """Columns are outputs; the largest weight of each becomes 127."""
+    rounded = quantize(jnp.array([[1.0, 0.0], [-0.5, 0.0], [0.004, 0.0]]), 1)
+    assert rounded.values.tolist() == [[127, 0], [-64, 0], [1, 0]]  # 63.5 and 0.508, to the nearest even and up
+    np.testing.assert_allclose(rounded.scale, [[1 / 127, 1.0]], rtol=1e-6)
+    assert widen(rounded, jnp.bfloat16).dtype == jnp.bfloat16
+    assert widen(jnp.float32(2), jnp.bfloat16) == jnp.bfloat16(2)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+def test_no_weight_is_off_by_more_than_half_a_step(seed, inputs):
+    random = np.random.default_rng(seed)
+    weight = random.normal(size=(5, 4, 3, 6)) * random.lognormal(sigma=3, size=(1, 1, 1, 6))
+    rounded = quantize(jnp.asarray(weight, jnp.float32), inputs)
+    assert rounded.values.dtype == jnp.int8
+    assert rounded.scale.shape == (1,) * inputs + weight.shape[inputs:]
+    error = np.abs(np.asarray(widen(rounded, jnp.float32)) - weight)
+    assert np.all(error <= np.asarray(rounded.scale) * 0.5001)
+
+
+def test_all_matrices_of_a_drafter_are_rounded_and_nothing_else(golden):
+    generator = golden("poss2")
+    rounded = quantize_draft(generator.draft.params, generator.target.params)
+    names = {"kernel", "query_key_value", "attention_output", "gate_up", "down", "head"}
+    is_int8 = lambda leaf: isinstance(leaf, Int8)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_flatten_with_path(rounded, is_leaf=is_int8)[0]:
+        assert is_int8(leaf) == (path[-1].key in names), path
+    assert rounded["vocab"]["head"].values.shape == generator.target.params["head"].shape
+    assert "ids" not in rounded["vocab"]
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", ["eagle", "poss2"])
+def test_the_text_stays_and_acceptance_nearly(golden, draft, temperature, mesh):
+    prompts = list(golden_data.prompts().values())
+    options = {"max_new_tokens": 32, "temperature": temperature, "seed": 3, "batch_size": len(prompts), **TREE}
+    whole, rounded = golden(draft), golden_data.generator(draft, draft_dtype="int8", mesh=mesh)
+    ours, theirs = (generator.generate(prompts, **options) for generator in (rounded, whole))
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+    rounds = [sum(len(answer.accept_lengths) for answer in answers) for answers in (ours, theirs)]
+    assert abs(rounds[0] / rounds[1] - 1) < 0.1
+
+
+def test_a_trimmed_vocabulary_may_be_rounded_too(models, tiny, tmp_path):
+    write_draft_vocab(tmp_path / "vocab.json", np.arange(0, 64, 3), 64, {})
+    names = str(models / "tiny63"), str(models / "draft2")
+    options = {"spans": (2, 2), "draft_vocab": tmp_path / "vocab.json", "draft_dtype": "int8"}
+    rounded = Generator.from_pretrained(*names, **options)
+    assert rounded.draft.params["vocab"]["head"].values.shape == (32, 22)
+    (answer,), (plain,) = (
+        generator.generate([[0, 5, 9]], max_new_tokens=20, plain=generator is tiny, **TREE)
+        for generator in (rounded, tiny)
+    )
+    assert answer.token_ids == plain.token_ids
+
+
+def test_what_cannot_be_rounded_is_refused(models, capsys):
+    with pytest.raises(InputError, match="draft dtype int8: there is no drafter to round"):
+        Generator.from_pretrained(str(models / "tiny63"), draft_dtype="int8")
+    with pytest.raises(InputError, match="draft dtype 'int4' is not supported; supported: int8"):
+        Generator.from_pretrained(str(models / "tiny63"), str(models / "draft1"), draft_dtype="int4")
+    assert generate.main(["--target", str(models / "tiny63"), "--draft-dtype", "int8", "--prompt-ids", "0"]) == 2
+    assert "--draft-dtype needs --draft" in capsys.readouterr().err
