@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", default="tensor=1", help="tensor=N splits the weights over N devices (%(default)s)")
     add_attention_flag(parser)
     parser.add_argument("--repeats", type=int, default=5, help="of every measurement, for the median (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also the kernels that rounds spend their time in")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of plain tokens and rounds")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return parser
 
@@ -145,21 +145,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     target = SHAPES[options.shape]
     check_flags(options, target)
     plain, plan = make_plans(options, target)
-    params = make_params(options, target, plan.draft)
+    params, kernels = make_params(options, target, plan.draft), {}
     with precise(options.dtype):
-        times = {"plain": plain_seconds(Params(params.target), plain, options)}
+        rounds = Rounds(Params(params.target), plain, start(params, plain, options))
+        times = {"plain": _median(options.repeats, rounds, rounds.prepare)}
+        if options.profile:
+            kernels["plain"] = top_kernels(rounds)
+        del rounds  # its caches are gone before those of drafting come
         state = start(params, plan, options)
         times |= round_seconds(params, plan, state, options.repeats)
-        kernels = top_kernels(Rounds(params, plan, state)) if options.profile else []
+        if options.profile:
+            kernels["round"] = top_kernels(Rounds(params, plan, state))
     reads, peak = bytes_read(options, params, plan, state), peak_memory()  # before the array of the bandwidth is there
     bandwidth = read_bandwidth(options.repeats)
     return {
         "device": jax.local_devices()[0].device_kind,
         "attention": plan.kernel,
         "jax": jax.__version__,
-        **{
-            name: getattr(options, name) for name in ("shape", "spans", "draft_vocab_size", "draft_dtype", "batch_size")
-        },
+        **{name: getattr(options, name) for name in ("shape", "spans", "draft_vocab_size", "draft_dtype")},
         **{name: getattr(options, name) for name in ("batch_size", "context", "slots", "dtype", "mesh")},
         **dataclasses.asdict(plan.tree),
         "seconds": times,
@@ -170,12 +173,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": peak,
         "kernels": kernels,
     }
-
-
-def plain_seconds(params: Params, plan: Plan, options: argparse.Namespace) -> float:
-    """Of one plain token. Its caches are gone before those of drafting come."""
-    rounds = Rounds(params, plan, start(params, plan, options))
-    return _median(options.repeats, rounds, rounds.prepare)
 
 
 def round_seconds(params: Params, plan: Plan, state: State, repeats: int) -> dict[str, float]:
@@ -249,8 +246,10 @@ def read_bandwidth(repeats: int) -> float:
     return size / _median(repeats, lambda times: read(array, times))
 
 
-def top_kernels(run: Rounds) -> list[dict[str, Any]]:
-    """The kernels that rounds spend most of their time in: `name`, `seconds` and `count` a round."""
+def top_kernels(run: Rounds) -> dict[str, Any]:
+    """What the device is busy with: `busy` seconds a round, in all, and `top`: `name`, `seconds` and `count` a round of
+    the kernels that take most of them.
+    """
     run.prepare()
     jax.block_until_ready(run(np.int32(1)))
     run.prepare()
@@ -259,10 +258,11 @@ def top_kernels(run: Rounds) -> list[dict[str, Any]]:
             jax.block_until_ready(run(np.int32(REPEATS)))
         (file,) = Path(directory).rglob("*.xplane.pb")
         seconds, counts = kernel_times(jax.profiler.ProfileData.from_file(str(file)))
-    return [
+    top = [
         {"name": name, "seconds": total / REPEATS, "count": counts[name] / REPEATS}
         for name, total in seconds.most_common(KERNELS_SHOWN)
     ]
+    return {"busy": seconds.total() / REPEATS, "top": top}
 
 
 def kernel_times(profile: Any) -> tuple[Counter, Counter]:
@@ -297,8 +297,10 @@ def table(figures: dict[str, Any]) -> str:
     lines.append(f"speed-up over plain decoding by tokens per round: {gains}; breaks even at {even:.2f}")
     if figures["peak_bytes"]:
         lines.append(f"peak device memory: {figures['peak_bytes'] / 2**30:.1f} GiB")
-    for kernel in figures["kernels"]:
-        lines.append(f"{1e3 * kernel['seconds']:>9.3f} ms a round, {kernel['count']:>6.1f} x {kernel['name']}")
+    for part, kernels in figures["kernels"].items():
+        lines.append(f"{part}: the device is busy for {1e3 * kernels['busy']:.3f} ms of it")
+        for kernel in kernels["top"]:
+            lines.append(f"{1e3 * kernel['seconds']:>9.3f} ms, {kernel['count']:>6.1f} x {kernel['name']}")
     return "\n".join(lines)
 
 

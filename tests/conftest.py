@@ -4,12 +4,11 @@ import gc
 import os
 import tempfile
 
-# Nearly all of the tests' time is compilation of programs that run once. Without these two it takes thrice as long;
-# they leave alone what XLA does to a program and only make its machine code worse. `make test` sets OPTIMISED_TESTS for
-# the few files whose programs run long.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+from tests import quick_compilation
+
+# `make test` sets OPTIMISED_TESTS for the few files whose programs run long.
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-flags += [] if os.environ.get("OPTIMISED_TESTS") else [QUICK_COMPILATION]
+flags += [] if os.environ.get("OPTIMISED_TESTS") else [quick_compilation.FLAGS]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _cache = tempfile.TemporaryDirectory()  # commands keep compiled programs in the user's cache, which is not for tests

@@ -108,6 +108,19 @@ def test_kernels_are_added_up_by_name_over_the_streams_of_devices():
     assert counts == {"gemm": 2, "copy": 1}
 
 
+def test_kernels_are_shown_for_each_part(monkeypatch, capsys):
+    kernels = {"busy": 2e-3, "top": [{"name": "gemm", "seconds": 1.5e-3, "count": 32.0}]}
+    monkeypatch.setattr(rounds, "top_kernels", lambda run: kernels)
+    monkeypatch.setattr(rounds, "check_flags", lambda options, target: None)
+    assert benchmark.main([*FLAGS, *TREE, "--slots=64", "--profile"]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "plain: the device is busy for 2.000 ms of it",
+        "    1.500 ms,   32.0 x gemm",
+        "round: the device is busy for 2.000 ms of it",
+        "    1.500 ms,   32.0 x gemm",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

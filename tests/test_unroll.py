@@ -18,12 +18,11 @@ from poss_jax.losses import LossWeights, loss_sums, mean
 from poss_jax.specialist import BoundDrafter, draft_specs
 from poss_jax.tree import TreeShape
 from poss_jax.unroll import unroll
-from tests import golden_data
+from tests import golden_data, quick_compilation
 
 TRAINED = ("hass", "poss2")
-# These programs run once or twice, so compiling them is what takes the time. The options take a third of it or less.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICKLY)
+# These programs run once or twice, so compiling them is what takes the time.
+quick_jit = functools.partial(jax.jit, compiler_options=quick_compilation.OPTIONS)
 
 
 def training_batch(name: str) -> dict[str, np.ndarray]:

@@ -1,0 +1,233 @@
+"""The attention kernel of rounds against the plain version. On a Hopper GPU it runs; elsewhere it is interpreted, where
+JAX can do that (0.11 on), and lowered, which settles layouts and shared memory.
+
+The interpreter knows neither products that start from registers nor stores into another block's memory: the former is
+replaced by the same sum in plain jnp, and shares are merged by XLA only.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from infer import Generator
+from infer.loading import HOPPER
+from poss_jax import tree, tree_attention
+from poss_jax.attention import Filled, KeyValues, Part, attention
+from poss_jax.tree_attention import Tuning, default_splits, tree_bias
+from tests import golden_data
+
+INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
+on_hopper = pytest.mark.skipif(
+    getattr(jax.devices()[0], "compute_capability", None) != HOPPER, reason="needs a Hopper GPU"
+)
+
+
+def random_case(batch, count, heads, group, size, slots, lengths, drafted=None, dtype=jnp.bfloat16, seed=0):
+    """Query, parts and mask; slots beyond the filled ones hold numbers a thousand times larger."""
+    drafted = count if drafted is None else drafted
+    normal = np.random.default_rng(seed).normal
+    beyond = (np.arange(slots) >= np.array(lengths)[:, None])[:, None, :, None]
+    prefix = [normal(size=(batch, heads, slots, size)) * np.where(beyond, 1000, 1) for _ in range(2)]
+    rows = [normal(size=(batch, heads, drafted, size)) for _ in range(2)]
+    mask = normal(size=(batch, count, drafted)) > 0.5
+    mask |= np.eye(count, drafted, drafted - count, dtype=bool)
+    query = jnp.asarray(normal(size=(batch, count, heads, group, size)), dtype)
+    prefix, rows = (KeyValues(*(jnp.asarray(side, dtype) for side in pair)) for pair in (prefix, rows))
+    return query, Part(prefix, Filled(jnp.array(lengths, jnp.int32))), Part(rows, jnp.asarray(mask))
+
+
+def expected(query, *parts):
+    """The plain version in float32 on the same rounded inputs."""
+    wide = [Part(KeyValues(*(side.astype(jnp.float32) for side in part.rows)), part.mask) for part in parts]
+    return np.asarray(attention(query.astype(jnp.float32), wide))
+
+
+def assert_close(attended, query, *parts):
+    assert attended.shape == query.shape
+    assert attended.dtype == query.dtype
+    np.testing.assert_allclose(np.asarray(attended, np.float32), expected(query, *parts), atol=2e-2, rtol=1e-2)
+
+
+# ---------------------------------------------------------------------------------------- on the GPU
+
+GPU_SHAPES = [  # batch, count, heads, group, size, slots, drafted
+    *[(batch, count, 8, 4, 128, 1024, None) for batch in (1, 3) for count in (1, 7, 60, 64)],
+    *[(batch, count, 3, 3, 64, 1024, None) for batch in (1, 3) for count in (1, 7, 60, 64)],
+    *[(2, 10, heads, 4, size, 512, drafted) for drafted in (10, 50, 80) for heads, size in ((8, 128), (3, 64))],
+    (8, 60, 8, 4, 128, 1024, None),
+    (2, 100, 2, 2, 64, 1024, None),
+    (1, 24, 8, 4, 128, 1000, None),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_on_the_gpu_as_plain(shape, dtype):
+    batch, count, heads, group, size, slots, drafted = shape
+    attend = jax.jit(lambda query, *parts: attention(query, parts, "mosaic"))
+    for first in (0, 1, 63, 64, 65, slots):
+        lengths = [(first + 100 * row) % (slots + 1) for row in range(batch)]
+        case = random_case(batch, count, heads, group, size, slots, lengths, drafted, dtype)
+        assert_close(attend(*case), *case)
+
+
+@on_hopper
+def test_on_the_gpu_without_rows():
+    query, prefix, _ = random_case(2, 1, 8, 4, 128, 512, [300, 1])
+    assert_close(jax.jit(lambda query, prefix: attention(query, [prefix], "mosaic"))(query, prefix), query, prefix)
+
+
+@on_hopper
+@pytest.mark.parametrize("merge", ["cluster", "xla"])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("block", [64, 128])
+def test_on_the_gpu_tuning_changes_nothing(merge, splits, block):
+    tuning = Tuning(splits=splits, block=block, stages=2, merge=merge)
+    query, prefix, rows = case = random_case(1, 60, 8, 4, 128, 1024, [700])
+    bias = tree_bias(rows.mask, 4, block)
+    attended = tree_attention.tree_attention(query, prefix.rows, prefix.mask.length, rows.rows, bias, tuning)
+    assert_close(attended, *case)
+
+
+# ---------------------------------------------------------------------------------------- interpreted
+
+
+def accumulate_plainly(attended, weights, values):
+    product = jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # a plain read has to be fenced from the copy that overwrites the values, a wgmma has not
+    return attended + product
+
+
+@pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter of Mosaic GPU kernels")
+@pytest.mark.parametrize(
+    ("batch", "count", "heads", "group", "size", "slots", "lengths", "drafted", "splits", "block", "dtype"),
+    [
+        (1, 60, 1, 2, 64, 256, [100], None, 2, 64, jnp.bfloat16),
+        (1, 60, 1, 1, 64, 256, [256], None, 1, 64, jnp.float16),  # the ring of buffers is reused
+        (2, 1, 1, 4, 64, 128, [0, 65], None, 2, 64, jnp.bfloat16),
+        (1, 7, 2, 2, 128, 200, [200], None, 3, 64, jnp.bfloat16),  # the cache ends within a block
+        (1, 5, 1, 1, 64, 128, [0], None, 4, 64, jnp.bfloat16),  # shares without keys
+        (1, 10, 1, 2, 64, 128, [70], 50, 2, 64, jnp.bfloat16),  # levels of a draft
+        (1, 24, 1, 1, 64, 384, [300], None, 2, 128, jnp.bfloat16),
+    ],
+)
+def test_interpreted_as_plain(
+    monkeypatch, batch, count, heads, group, size, slots, lengths, drafted, splits, block, dtype
+):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    monkeypatch.setattr(tree_attention, "_accumulate", accumulate_plainly)
+    query, prefix, rows = case = random_case(batch, count, heads, group, size, slots, lengths, drafted, dtype)
+    tuning = Tuning(merge="xla", splits=splits, block=block, stages=2)
+    bias = tree_bias(rows.mask, group, block)
+    interpreter = INTERPRETER(detect_races=True)
+    run = tree_attention.tree_attention
+    assert_close(run(query, prefix.rows, prefix.mask.length, rows.rows, bias, tuning, interpreter), *case)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+# ---------------------------------------------------------------------------------------- lowered
+
+
+def lower(run, *arguments) -> str:
+    return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(),
+        Tuning(merge="xla"),
+        Tuning(splits=1),
+        Tuning(splits=8, block=128, stages=2),
+        Tuning(merge="xla", splits=3, partial=jnp.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(1, 60, 8, 4, 128, 2048), (1, 1, 8, 4, 128, 2048), (3, 7, 3, 3, 64, 1000)], ids=str)
+def test_lowers_for_cuda(tuning, shape):
+    *sizes, slots = shape
+    query, prefix, rows = random_case(*sizes, slots, [5] * sizes[0])
+
+    def run(query, prefix, length, rows, mask):
+        bias = tree_bias(mask, query.shape[3], tuning.block)
+        return tree_attention.tree_attention(query, prefix, length, rows, bias, tuning)
+
+    assert "mosaic_gpu" in lower(run, query, prefix.rows, prefix.mask.length, rows.rows, rows.mask)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("count", "drafted"), [(1, None), (1, 0), (10, 50), (60, None)])
+def test_what_rounds_ask_for_lowers_through_attention(batch, count, drafted):
+    query, *parts = random_case(batch, count, 2, 2, 64, 128, [5] * batch, drafted or None)
+    parts = parts[:1] if drafted == 0 else parts
+    assert "mosaic_gpu" in lower(lambda query, parts: attention(query, parts, "mosaic"), query, parts)
+
+
+# ---------------------------------------------------------------------------------------- what goes in
+
+
+def test_bias_by_hand():
+    mask = jnp.tril(jnp.ones((1, 3, 3), bool))
+    bias = tree_bias(mask, 4)
+    assert bias.shape == (1, 8, 64)
+    np.testing.assert_array_equal(bias[0, :3, :3] == 0, mask[0])
+    assert (bias[..., 3:] == -jnp.inf).all()
+    assert (tree_bias(mask[:, :1, :1], 4)[0, :4, 0] == 0).all()  # one row a query head
+    assert tree_bias(jnp.ones((2, 10, 80), bool), 4).shape == (2, 16, 128)
+
+
+def test_shares_fill_the_device_once():
+    assert default_splits(32, 2048, 64) == 4
+    assert default_splits(8, 2048, 64) == 8
+    assert default_splits(8, 2048, 64, "xla") == 16
+    assert default_splits(256, 2048, 64) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 96}, r"head size 96 is not one of \(64, 128\)"),
+        ({"dtype": jnp.float32}, "must all be bfloat16 or all float16"),
+        ({"slots": 60}, "60 cache slots are not a multiple of 8"),
+    ],
+)
+def test_what_the_kernel_is_not_written_for_is_refused(change, message):
+    sizes = {"batch": 1, "count": 4, "heads": 1, "group": 1, "size": 64, "slots": 64, "lengths": [5], **change}
+    with pytest.raises(ValueError, match=message):
+        lower(lambda query, *parts: attention(query, parts, "mosaic"), *random_case(**sizes))
+
+
+def test_nodes_that_fill_up_a_tree_are_seen_by_nobody():
+    shape = tree.TreeShape(levels=2, total_nodes=5, top_k=2)
+    level, beam = tree.first_level(jnp.array([[3, 4]]), jnp.array([[-0.1, -0.5]]))
+    below, _ = tree.next_level(beam, jnp.array([[[5, 6], [7, 8]]]), jnp.array([[[-1.0, -2.0], [-1.0, -2.0]]]), 2)
+    drafted = tree.assemble(jnp.array([2]), [level, below], shape)
+    padded = tree.pad(drafted, 8)
+    assert padded.tokens.shape == (1, 8)
+    assert padded.mask.shape == (1, 8, 8)
+    for old, new in zip(drafted, padded, strict=True):
+        kept = new[:, :5, :5] if new.ndim == 3 else new[:, :5]
+        np.testing.assert_array_equal(kept, old)
+    assert not padded.mask[:, :5, 5:].any()
+    assert tree.pad(tree.root_only(jnp.array([2])), 8).tokens.shape == (1, 1)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["drafted", "plain"])
+def test_padded_trees_change_no_token(golden, monkeypatch, plain):
+    """The rounds of the kernel with the plain version in its place: what they feed the target and what they keep."""
+    from poss_jax import decode
+
+    generator, prompts = golden("poss2"), list(golden_data.prompts().values())[:2]
+    options = {"max_new_tokens": 24, "levels": 3, "total_nodes": 13, "draft_top_k": 4, "batch_size": 2, "plain": plain}
+    whole = generator.generate(prompts, trace=not plain, **options)
+    monkeypatch.setitem(decode.NODES_MULTIPLE, "plain", 8)
+    jax.clear_caches()
+    other = Generator(generator.models)
+    padded = other.generate(prompts, trace=not plain, **options)
+    assert [answer.token_ids for answer in padded] == [answer.token_ids for answer in whole]
+    assert [answer.accept_lengths for answer in padded] == [answer.accept_lengths for answer in whole]
+    jax.clear_caches()
