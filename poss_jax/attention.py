@@ -1,5 +1,6 @@
 """Grouped attention over keys that lie in several places: the cache, and the rows being processed."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -103,15 +104,16 @@ def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
     batch, rows, heads, group, size = query.shape
     # [b, k, g * t, d]: both products become one matrix product per KV head, with keys and values as they lie.
     query = query.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * rows, size)
-    scores = jnp.concatenate([_scores(query, part, group) for part in parts], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)  # m below: g * t
-    attended, first = 0.0, 0
-    for part in parts:
-        last = first + part.rows.keys.shape[2]
-        part_weights = weights[..., first:last].astype(part.rows.values.dtype)
-        attended += jnp.einsum("bkms,bksd->bkmd", part_weights, part.rows.values, preferred_element_type=jnp.float32)
-        first = last
-    attended = attended.reshape(batch, heads, group, rows, size).transpose(0, 3, 1, 2, 4)
+    scores = [_scores(query, part, group) for part in parts]  # m below: g * t
+    # Joined by maximum and sum, since scores that are put beside each other would be written once more.
+    highest = functools.reduce(jnp.maximum, (jnp.max(each, axis=-1, keepdims=True) for each in scores))
+    attended, total = 0.0, 0.0
+    for part, each in zip(parts, scores, strict=True):
+        weights = jnp.exp(each - highest)
+        total += jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights.astype(part.rows.values.dtype)
+        attended += jnp.einsum("bkms,bksd->bkmd", weights, part.rows.values, preferred_element_type=jnp.float32)
+    attended = (attended / total).reshape(batch, heads, group, rows, size).transpose(0, 3, 1, 2, 4)
     return attended.astype(query.dtype)
 
 

@@ -97,20 +97,25 @@ def tree_attention(
     """
     batch, count, heads, group, size = query.shape
     _check(query, prefix, prefix_length, rows, bias, tuning)
-    if count == 1:  # a block of 64 rows for all heads of a group, instead of one for each of them
-        by_head = query.reshape(batch, heads, group, size).transpose(0, 2, 1, 3)  # [b, g as t, k, d]
-    else:
-        by_head = query.reshape(batch, count, heads * group, size)
+    by_head = query.reshape(batch, count, heads * group, size)
+    if count == 1:  # a block of 64 rows for all heads of a group, instead of one for each: [b * k as b, g as t, 1, d]
+        by_head = query.reshape(batch * heads, group, 1, size)
+        prefix, rows = (KeyValues(*(_each_head(side) for side in pair)) for pair in (prefix, rows))
+        prefix_length = jnp.repeat(prefix_length, heads)
+        bias = bias if bias.shape[0] == 1 else jnp.repeat(bias, heads, axis=0)
     splits = tuning.splits
     if splits is None:
-        blocks = batch * by_head.shape[2] * pl.cdiv(by_head.shape[1], ROWS)
+        blocks = by_head.shape[0] * by_head.shape[2] * pl.cdiv(by_head.shape[1], ROWS)
         splits = default_splits(blocks, prefix.keys.shape[2], tuning.block, tuning.merge)
     run = _attend_in_clusters if tuning.merge == "cluster" else _attend_and_merge
     inputs = (_pad(by_head, 1), *prefix, prefix_length, *(_pad(side, 2) for side in rows), bias)
     attended = run(inputs, by_head.shape[1], dataclasses.replace(tuning, splits=splits), interpret)
-    if count == 1:
-        attended = attended.transpose(0, 2, 1, 3)
     return attended.reshape(query.shape)
+
+
+def _each_head(rows: jax.Array) -> jax.Array:
+    """Keys or values [b, k, s, d] with every head a batch row of its own, [b * k, 1, s, d]."""
+    return rows.reshape(-1, 1, *rows.shape[2:])
 
 
 def _pad(array: jax.Array, axis: int) -> jax.Array:
