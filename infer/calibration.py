@@ -7,6 +7,7 @@ gains, decoding is plain.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -101,8 +102,8 @@ class Calibration:
         facts = self._facts(settings)
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
         path = self._directory / f"{name}.json"
-        if name not in self._known and path.exists():
-            self._known[name] = json.loads(path.read_text())["found"]
+        if name not in self._known:
+            self._known |= _read(name, path)
         if name not in self._known:
             self._known[name] = found = self._measure(settings)
             self._write(path, {"facts": facts, "found": found})
@@ -117,17 +118,22 @@ class Calibration:
 
     def _facts(self, settings: Settings) -> dict[str, Any]:
         """Everything that the choice depends on."""
-        models, device = self._models, jax.local_devices()[0]
+        models = self._models
         names = ("levels", "total_nodes", "draft_top_k", "batch_size", "temperature", "top_k", "top_p")
         return {
-            "device": device.device_kind,
+            "device": jax.local_devices()[0].device_kind,
+            "devices": len(models.target.params["embed"].sharding.device_set),
             "jax": jax.__version__,
             "models": [repr(part.config) for part in (models.target, models.draft)],
-            "weights": [_sample(part.params) for part in (models.target, models.draft)],
+            "weights": self._weights,
             "dtype": models.dtype,
             "attention": models.kernel,
             **{name: getattr(settings, name) for name in names},
         }
+
+    @functools.cached_property
+    def _weights(self) -> list[str]:
+        return [_sample(part.params) for part in (self._models.target, self._models.draft)]
 
     def _measure(self, settings: Settings) -> dict[str, Any]:
         trees = [
@@ -196,6 +202,14 @@ class Calibration:
         batch = self._batch(settings, TEXTS, max_new_tokens=NEW_TOKENS)
         batch.finish()
         return [record for trace in batch.traces for record in trace]
+
+
+def _read(name: str, path: Path) -> dict[str, dict[str, Any]]:
+    """What is kept under a name, if anything is; a file that is no such thing is measured anew."""
+    try:
+        return {name: json.loads(path.read_text())["found"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _sample(params: Any) -> str:

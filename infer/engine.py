@@ -150,7 +150,9 @@ class Generator:
     def _run(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Settings, *, looking: bool, trace: bool
     ) -> Iterator[list[Generation]]:
-        """The host loop over one batch. Yields unfinished answers only if `looking`; the last ones are finished."""
+        """The host loop over one batch. Yields what is there at each visit, after a few rounds if `looking`, else when
+        caches grew; the last answers are finished.
+        """
         batch = Batch(self.models, prompts, seeds, settings, self.context(settings), trace=trace)
         batch.compile(self._compiled)
         rounds = ROUNDS_PER_VISIT if looking else np.iinfo(np.int32).max

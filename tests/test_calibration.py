@@ -114,6 +114,17 @@ def test_measured_for_real_and_kept(files, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_broken_file_is_measured_again(files, monkeypatch):
+    monkeypatch.setattr(Calibration, "_measure", lambda *_: {"levels": 2, "total_nodes": 4, "speed_up": 2.0})
+    load(files).generate(["w7 w8"], **AUTO)
+    (kept,) = (files / "cache" / "poss-jax" / "trees").iterdir()
+    whole = kept.read_text()
+    for broken in ("", whole[:-9], "[]", "{}"):
+        kept.write_text(broken)
+        load(files).generate(["w7 w8"], **AUTO)
+        assert kept.read_text() == whole
+
+
 @pytest.mark.parametrize(
     ("seconds", "drafted"),
     [(lambda levels, nodes: 1e-6, True), (lambda levels, nodes: 10.0 + levels, False)],

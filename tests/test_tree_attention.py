@@ -5,16 +5,19 @@ The interpreter knows neither products that start from registers nor stores into
 replaced by the same sum in plain jnp, and shares are merged by XLA only.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infer import Generator
-from infer.loading import HOPPER
+from infer import Generator, generate
+from infer.loading import HOPPER, choose_kernel
 from poss_jax import tree, tree_attention
 from poss_jax.attention import Filled, KeyValues, Part, attention
+from poss_jax.errors import InputError
 from poss_jax.tree_attention import Tuning, default_splits, tree_bias
 from tests import golden_data
 
@@ -199,6 +202,56 @@ def test_what_the_kernel_is_not_written_for_is_refused(change, message):
     sizes = {"batch": 1, "count": 4, "heads": 1, "group": 1, "size": 64, "slots": 64, "lengths": [5], **change}
     with pytest.raises(ValueError, match=message):
         lower(lambda query, *parts: attention(query, parts, "mosaic"), *random_case(**sizes))
+
+
+class Device(NamedTuple):
+    platform: str
+    compute_capability: str | None = None
+
+
+HOPPER_GPU, OLDER_GPU = Device("gpu", HOPPER), Device("gpu", "8.0")
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "chosen"),
+    [
+        (HOPPER_GPU, ("auto", "bfloat16", 1, 128), "mosaic"),
+        (HOPPER_GPU, ("mosaic", "bfloat16", 1, 64), "mosaic"),
+        (HOPPER_GPU, ("plain", "bfloat16", 1, 64), "plain"),
+        (HOPPER_GPU, ("auto", "float32", 1, 64), "plain"),
+        (HOPPER_GPU, ("auto", "bfloat16", 2, 64), "plain"),
+        (HOPPER_GPU, ("auto", "bfloat16", 1, 96), "plain"),
+        (OLDER_GPU, ("auto", "bfloat16", 1, 64), "plain"),
+        (Device("cpu"), ("auto", "bfloat16", 1, 64), "plain"),
+        (Device("tpu"), ("auto", "bfloat16", 1, 64), "plain"),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_chosen_where_it_can_run(monkeypatch, device, asked, chosen):
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert choose_kernel(*asked) == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "message"),
+    [
+        (OLDER_GPU, ("mosaic", "bfloat16", 1, 64), "--attention mosaic needs a Hopper GPU"),
+        (HOPPER_GPU, ("mosaic", "float32", 1, 64), "--attention mosaic needs bfloat16"),
+        (HOPPER_GPU, ("mosaic", "bfloat16", 2, 64), "--attention mosaic needs weights on one device"),
+        (HOPPER_GPU, ("mosaic", "bfloat16", 1, 80), "--attention mosaic needs heads of 64 or 128"),
+        (HOPPER_GPU, ("flash", "bfloat16", 1, 64), "attention 'flash' is not known; known: auto, plain, mosaic"),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch, device, asked, message):
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with pytest.raises(InputError, match=message):
+        choose_kernel(*asked)
+
+
+def test_the_command_refuses_it_before_weights_are_read(models, capsys):
+    assert generate.main(["--target", str(models / "tiny63"), "--attention", "mosaic", "--prompt-ids", "0"]) == 2
+    assert "error: --attention mosaic needs a Hopper GPU; give plain, or leave it out" in capsys.readouterr().err
 
 
 def test_nodes_that_fill_up_a_tree_are_seen_by_nobody():
