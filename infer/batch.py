@@ -119,9 +119,9 @@ class Batch:
             self.advance(np.iinfo(np.int32).max)
 
     def _grow(self, slots: int) -> None:
+        started = time.perf_counter()
         self.state = decode.jit_grow(self.state, slots)
         if self._shapes(slots) not in self._compiled:
-            started = time.perf_counter()
             self._decode(0)
             jax.block_until_ready(self.state.length)
             self._compiled.add(self._shapes(slots))
