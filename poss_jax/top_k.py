@@ -10,7 +10,7 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The `k` largest of the last axis, largest first, and their indices (int32); the lower index wins ties.
 
     Any group that holds one of the k largest is among the k groups with the largest maxima, so the second stage sees
-    k * 128 values instead of all. NaN counts as the largest, as in `lax.top_k`.
+    k * 128 values instead of all. No value may be NaN.
     """
     size = values.shape[-1]
     if size < 4 * GROUP * k:  # the second stage would see as many

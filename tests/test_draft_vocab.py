@@ -50,6 +50,18 @@ def test_trimmed_logits_are_those_of_the_whole_head(tied, count, seed):
     np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [50, 6000])
+def test_a_drafter_that_overflows_proposes_tokens_that_there_are(vocab):
+    """Where all logits are NaN, and where some are: those tokens come last."""
+    head = np.random.default_rng(0).normal(size=(8, vocab)).astype(np.float32)
+    features = jnp.asarray([[[np.nan] * 8, [np.inf] + [1.0] * 7, [1.0] * 8]])
+    head[0, ::2] = 0.0  # times infinity
+    tokens, log_probs = Functions(None, {}, {"head": jnp.asarray(head)}).best_tokens(features, 4)
+    assert np.all((tokens >= 0) & (tokens < vocab))
+    assert np.all(np.asarray(tokens)[0, 1] % 2 == 1)
+    assert np.all(np.isfinite(log_probs[0, 2]))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kept", [1, 3, 20])
 def test_the_text_stays_and_only_kept_tokens_are_drafted(models, tiny, tmp_path, temperature, kept):
