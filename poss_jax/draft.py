@@ -58,9 +58,7 @@ class Functions(NamedTuple):
         vocab = self.params.get("vocab", {})
         head = {"head": widen(vocab["head"], predicted.dtype)} if vocab else self.target
         logits = llama.head(head, predicted)
-        logits = jnp.where(
-            jnp.isnan(logits), -jnp.inf, logits
-        )  # of a drafter that overflows; top-k has no place for it
+        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # of a drafter that overflows
         values, tokens = top_k(logits, width)
         tokens = vocab["ids"][tokens] if "ids" in vocab else tokens
         return tokens, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
