@@ -63,6 +63,7 @@ class Batch:
         self.eos_ids = np.asarray([-1, *ids], np.int32)
         self.state: State | None = None
         self.compile_seconds = 0.0
+        self._compiled: set[tuple] = set()
         self.ended = np.zeros(rows, bool)  # by the host, at a stop string
         self.traces: list[list[dict]] = [[] for _ in prompts]
 

@@ -221,7 +221,7 @@ def join(before: dict[str, Any] | None, now: dict[str, Any], out: str) -> dict[s
     """The description of a directory that is gone on with. Raises InputError for what would not be comparable."""
     if before is None:
         return now
-    for name, value in before["fixed"].items():
+    for name, value in ({"attention": "plain"} | before["fixed"]).items():  # which older directories do not name
         if now["fixed"].get(name) != value:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"--out {out} was begun with another {flag} ({value}); give that, or another --out")

@@ -1,9 +1,8 @@
 """`--levels auto`, `--total-nodes auto`: the tree with which these models generate fastest on this device.
 
 Measured once and kept in the user's cache: seconds of a plain token and of rounds with a few trees, to which a cost by
-levels and nodes is fitted; and which drafted nodes are accepted in rounds with a large tree. A smaller tree holds the
-best-scored nodes of the larger one, so the accept lengths of every tree follow from the same rounds. Where no tree
-gains, decoding is plain.
+levels and nodes is fitted; and which drafted nodes are accepted in rounds with a tree so large that it holds nearly all
+nodes of every smaller one, whose accept lengths follow from the same rounds. Where no tree gains, decoding is plain.
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -26,10 +26,11 @@ from tqdm import tqdm
 from convert.checkpoint import write_json
 from infer.batch import Batch
 from infer.loading import Models
-from infer.programs import default_directory
+from infer.programs import default_directory, processor
 from infer.settings import AUTO, Settings
 from poss_jax.decode import RUNNING
 from poss_jax.errors import InputError
+from poss_jax.tree import TreeShape
 
 TEXTS = (
     "Explain to a child why the sky is blue.",
@@ -43,9 +44,11 @@ TEXTS = (
 )
 NEW_TOKENS = 64  # of each text, for acceptance
 LEVELS, NODES = range(1, 9), (4, 6, 8, 12, 16, 24, 32, 48, 60)
+LARGE = 160  # nodes of the tree of which it is counted what is accepted, or more where more are asked for
 TIMED = ((2, 8), (4, 24), (6, 60), (8, 40))  # levels and nodes of the trees that are timed
 TIMED_ROUNDS, REPEATS = 16, 3
 WORTH = 1.03  # the least speed-up to draft for
+VERSION = 1  # of what is measured; results of another one do not count
 
 Rounds = Sequence[dict[str, Any]]  # as `trace.round_record` makes them
 Cost = Callable[[int, int], float]
@@ -53,9 +56,9 @@ Cost = Callable[[int, int], float]
 
 def accept_length(rounds: Rounds, levels: int, nodes: int) -> float:
     """The mean accept length that trees of `levels` and `nodes` (root included) would have had in these rounds, which
-    were drafted with larger ones.
+    were drafted with larger ones; 0 without rounds.
     """
-    return statistics.fmean(_kept(record, levels, nodes) for record in rounds)
+    return statistics.fmean(_kept(record, levels, nodes) for record in rounds) if rounds else 0.0
 
 
 def _kept(record: dict[str, Any], levels: int, nodes: int) -> int:
@@ -74,6 +77,13 @@ def fit_cost(seconds: dict[tuple[int, int], float]) -> Cost:
     return lambda levels, nodes: float(constant + level * levels + node * nodes)
 
 
+def describe_tree(settled: Settings) -> str:
+    """What was chosen, for people."""
+    if settled.plain:
+        return "no tree is faster than plain decoding here, so decoding is plain"
+    return f"the tree that is fastest here has {settled.levels} levels and {settled.total_nodes} nodes"
+
+
 def best_tree(rounds: Rounds, cost: Cost, trees: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Of `trees`, (levels, nodes), the one that makes most tokens a second."""
     return max(trees, key=lambda tree: (accept_length(rounds, *tree) + 1) / cost(*tree))
@@ -83,8 +93,7 @@ class Calibration:
     """Settles settings for one set of models. `directory`: where results are kept between runs."""
 
     def __init__(self, models: Models, encode: Callable[[str], list[int]], directory: Path | None = None):
-        self._models, self._encode = models, encode
-        self._directory = directory or default_directory().parent / "trees"
+        self._models, self._encode, self._directory = models, encode, directory
         self._known: dict[str, dict[str, Any]] = {}
         self._compiled: set[tuple] = set()
 
@@ -101,7 +110,7 @@ class Calibration:
     def _find(self, settings: Settings) -> dict[str, Any]:
         facts = self._facts(settings)
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-        path = self._directory / f"{name}.json"
+        path = (self._directory or default_directory().parent / "trees") / f"{name}.json"
         if name not in self._known:
             self._known |= _read(name, path)
         if name not in self._known:
@@ -120,7 +129,11 @@ class Calibration:
         """Everything that the choice depends on."""
         models = self._models
         names = ("levels", "total_nodes", "draft_top_k", "batch_size", "temperature", "top_k", "top_p")
+        names += ("eos_ids", "ignore_eos")
         return {
+            "version": VERSION,
+            "texts": [self._encode(text) for text in TEXTS],
+            "host": [processor(), os.cpu_count()],
             "device": jax.local_devices()[0].device_kind,
             "devices": len(models.target.params["embed"].sharding.device_set),
             "jax": jax.__version__,
@@ -136,13 +149,7 @@ class Calibration:
         return [_sample(part.params) for part in (self._models.target, self._models.draft)]
 
     def _measure(self, settings: Settings) -> dict[str, Any]:
-        trees = [
-            (levels, nodes)
-            for levels, nodes in itertools.product(
-                LEVELS if settings.levels == AUTO else [settings.levels],
-                NODES if settings.total_nodes == AUTO else [settings.total_nodes],
-            )
-        ]
+        trees = self._trees(settings)
         timed = list(dict.fromkeys(self._nearest(trees, tree) for tree in TIMED))
         print("note: measuring which tree is fastest here; the result is kept", file=sys.stderr)
         with tqdm(total=len(timed) + 3, unit="step", desc="calibrating", disable=None, file=sys.stderr) as progress:
@@ -151,12 +158,13 @@ class Calibration:
                 progress.update()
                 return result
 
-            plain = step(self._seconds(dataclasses.replace(settings.with_tree(1, 2), plain=True)))
-            seconds = {tree: step(self._seconds(settings.with_tree(*tree))) for tree in timed}
-            largest = max(levels for levels, _ in trees), max(nodes for _, nodes in trees)
-            rounds = step(self._rounds(settings.with_tree(*largest)))
+            deepest, most = max(levels for levels, _ in trees), max(nodes for _, nodes in trees)
+            length = (REPEATS + 1) * TIMED_ROUNDS * (deepest + 1)  # the same for all: caches cost by the slot
+            plain = step(self._seconds(dataclasses.replace(_with(settings, 1, 2), plain=True), length))
+            seconds = {tree: step(self._seconds(_with(settings, *tree), length)) for tree in timed}
+            rounds = step(self._rounds(_with(settings, deepest, max(most, LARGE))))
             levels, nodes = best_tree(rounds, fit_cost(seconds), trees)
-            seconds[levels, nodes] = step(self._seconds(settings.with_tree(levels, nodes)))
+            seconds[levels, nodes] = step(self._seconds(_with(settings, levels, nodes), length))
         tokens = accept_length(rounds, levels, nodes) + 1
         return {
             "levels": levels,
@@ -168,27 +176,39 @@ class Calibration:
             "timed": [[*tree, spent] for tree, spent in seconds.items()],
         }
 
+    def _trees(self, settings: Settings) -> list[tuple[int, int]]:
+        """Levels and nodes of the trees to choose from, as they are once they are clamped to what can be filled."""
+        vocab = self._models.draft.params.get("vocab", {})
+        size = len(vocab["ids"]) if "ids" in vocab else self._models.target.config.vocab_size
+        asked = itertools.product(
+            LEVELS if settings.levels == AUTO else [settings.levels],
+            NODES if settings.total_nodes == AUTO else [settings.total_nodes],
+        )
+        shapes = [TreeShape(levels, nodes, settings.draft_top_k).clamp(size) for levels, nodes in asked]
+        return list(dict.fromkeys((shape.levels, shape.total_nodes) for shape in shapes if shape.levels))
+
     @staticmethod
     def _nearest(trees: list[tuple[int, int]], wanted: tuple[int, int]) -> tuple[int, int]:
         """Of `trees`, the one whose levels, and then nodes, are nearest to those wanted."""
         return min(trees, key=lambda tree: (abs(tree[0] - wanted[0]), abs(tree[1] - wanted[1])))
 
-    def _batch(self, settings: Settings, texts: Sequence[str], **options: Any) -> Batch:
+    def _batch(self, settings: Settings, texts: Sequence[str], *, trace: bool, **options: Any) -> Batch:
         prompts = [self._encode(text) for text in texts]
         rows = len(prompts)
         settings = dataclasses.replace(settings, batch_size=rows, stop=(), max_length=None, **options)
         context = self._models.target.config.context
-        trace = options.get("ignore_eos") is None
+        if max(map(len, prompts)) >= context:
+            raise InputError("auto trees are measured on texts that are longer than the target's context; give numbers")
         batch = Batch(self._models, prompts, range(rows), settings, context, trace=trace)
         batch.compile(self._compiled)
         batch.start()
         return batch
 
-    def _seconds(self, settings: Settings) -> float:
-        """Of a round with as many rows as are asked for, whatever is accepted."""
+    def _seconds(self, settings: Settings, length: int) -> float:
+        """Of a round with as many rows as are asked for, whatever is accepted, with room for `length` new tokens."""
         texts = list(itertools.islice(itertools.cycle(TEXTS), settings.batch_size))
-        most = (REPEATS + 1) * TIMED_ROUNDS * (settings.levels + 1)
-        batch = self._batch(settings, texts, max_new_tokens=most, eos_ids=None, ignore_eos=True)
+        options = {"max_new_tokens": length, "eos_ids": None, "ignore_eos": True}
+        batch = self._batch(settings, texts, trace=False, **options)
         spent = []
         while len(spent) < REPEATS and np.any(batch.stopped == RUNNING):  # a small context may end all texts before
             rounds, compiling, started = batch.rounds, batch.compile_seconds, time.perf_counter()
@@ -199,7 +219,7 @@ class Calibration:
 
     def _rounds(self, settings: Settings) -> list[dict[str, Any]]:
         """What is accepted of trees under the texts."""
-        batch = self._batch(settings, TEXTS, max_new_tokens=NEW_TOKENS)
+        batch = self._batch(settings, TEXTS, trace=True, max_new_tokens=NEW_TOKENS)
         batch.finish()
         return [record for trace in batch.traces for record in trace]
 
@@ -207,14 +227,20 @@ class Calibration:
 def _read(name: str, path: Path) -> dict[str, dict[str, Any]]:
     """What is kept under a name, if anything is; a file that is no such thing is measured anew."""
     try:
-        return {name: json.loads(path.read_text())["found"]}
+        found = json.loads(path.read_text())["found"]
+        numbers = found["levels"], found["total_nodes"], found["speed_up"]
+        return {name: found} if min(numbers[:2]) >= 1 and numbers[2] >= 0 else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _with(settings: Settings, levels: int, nodes: int) -> Settings:
+    return dataclasses.replace(settings, levels=levels, total_nodes=nodes)
 
 
 def _sample(params: Any) -> str:
     """A short name for weights, from a few of each array."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
-        digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // 16)][:16]).tobytes())
+        digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:16] if leaf.ndim else leaf).tobytes())
     return digest.hexdigest()[:16]

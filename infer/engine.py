@@ -131,8 +131,7 @@ class Generator:
         self.check(prompts, settings)
         if not prompts:
             return
-        settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, len(prompts)))
-        settings = self._calibration.settle(settings)
+        settings = self.settle(settings, len(prompts))
         looking = trace or bool(settings.stop)
         for first in range(0, len(prompts), settings.batch_size):
             group = prompts[first : first + settings.batch_size]
@@ -143,7 +142,7 @@ class Generator:
     def visits(self, prompts: Sequence[list[int]], settings: Settings) -> Iterator[list[Generation]]:
         """Answers one batch of token-id prompts, yielding what is there after every few rounds."""
         self.check(prompts, settings)
-        settings = self._calibration.settle(dataclasses.replace(settings, batch_size=len(prompts)))
+        settings = self.settle(dataclasses.replace(settings, batch_size=len(prompts)), len(prompts))
         seeds = settings.seeds or [settings.seed] * len(prompts)
         yield from self._run(prompts, seeds, settings, looking=True, trace=False)
 
@@ -177,6 +176,11 @@ class Generator:
         if settings.max_length is not None and settings.max_length > context:
             raise InputError(f"--max-length {settings.max_length} is more than the target's context of {context}")
         return settings.max_length or context
+
+    def settle(self, settings: Settings, prompts: int = 1) -> Settings:
+        """The settings with which so many prompts will be answered: what was left to measurement ("auto") is chosen."""
+        rows = max(1, min(settings.batch_size, prompts))
+        return self._calibration.settle(dataclasses.replace(settings, batch_size=rows))
 
     def check(self, prompts: Sequence[list[int]], settings: Settings) -> None:
         """Raises InputError if any of these token-id prompts cannot be answered with these settings."""

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from convert.command import OneLineParser, exit_status
 from infer import prompts as prompt_forms
+from infer.calibration import describe_tree
 from infer.chat import chat
 from infer.compare import Comparison, compare
 from infer.engine import Generator
@@ -190,6 +191,9 @@ def run(options: argparse.Namespace) -> None:
     generator.check(encoded, settings)
     for note in generator.notes:
         print(f"note: {note}", file=sys.stderr)
+    if settings.auto and options.draft is not None and not settings.plain:
+        settings = generator.settle(settings, max(len(encoded), 1))
+        print(f"note: {describe_tree(settings)}", file=sys.stderr)
     if options.chat:
         chat(generator, settings, options.system)
     elif options.compare:

@@ -20,14 +20,9 @@ def kept_programs(directory: Path | None = None) -> Iterator[None]:
     JAX_ENABLE_COMPILATION_CACHE=false keeps none. A directory that cannot be written to is said and done without.
     """
     before = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache or (directory is None and before is not None):
-        yield
-        return
-    directory = default_directory() if directory is None else directory.absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"note: compiled programs are not kept: {error}", file=sys.stderr)
+    asked_for = not jax.config.jax_enable_compilation_cache or (directory is None and before is not None)
+    directory = None if asked_for else _writable(directory)
+    if directory is None:
         yield
         return
     compilation_cache.reset_cache()
@@ -39,15 +34,28 @@ def kept_programs(directory: Path | None = None) -> Iterator[None]:
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def _writable(directory: Path | None) -> Path | None:
+    """Where to keep programs, made if need be; None, and a note, where that cannot be."""
+    try:
+        directory = default_directory() if directory is None else directory.absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(f"{directory}: cannot be written to")
+    except (OSError, RuntimeError) as error:  # the latter: there is no home
+        print(f"note: compiled programs are not kept: {error}", file=sys.stderr)
+        return None
+    return directory
+
+
 def default_directory() -> Path:
     """In the user's cache, apart for each kind of processor: homes are shared between machines, and a program for a
     CPU that has more instructions than this one would stop it.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "poss-jax" / f"programs-{_processor()}"
+    return cache / "poss-jax" / f"programs-{processor()}"
 
 
-def _processor() -> str:
+def processor() -> str:
     """A short name for what this machine's processor can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

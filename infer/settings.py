@@ -1,5 +1,6 @@
 """What can be asked of a generation."""
 
+import argparse
 import dataclasses
 import numbers
 
@@ -98,7 +99,10 @@ def add_attention_flag(flags) -> None:
 
 def number_or_auto(text: str) -> int | str:
     """The type of flags that may say "auto"."""
-    return AUTO if text == AUTO else int(text)
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or auto") from None
 
 
 def add_width_flags(flags, *, auto: bool = False) -> None:

@@ -56,7 +56,7 @@ class Functions(NamedTuple):
         that the drafter may propose.
         """
         vocab = self.params.get("vocab", {})
-        head = {"head": widen(vocab["head"], predicted.dtype)} if vocab else self.target
+        head = {"head": widen(vocab["head"], predicted)} if vocab else self.target
         logits = llama.head(head, predicted)
         logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # of a drafter that overflows
         values, tokens = top_k(logits, width)

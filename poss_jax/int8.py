@@ -30,16 +30,21 @@ def quantize(weight: jax.Array, input_axes: int) -> Int8:
     return Int8(jnp.round(wide / scale).astype(jnp.int8), scale)
 
 
-def widen(leaf: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
-    """A parameter in `dtype`, to multiply with."""
+def widen(leaf: jax.Array | Int8, factor: jax.Array) -> jax.Array:
+    """A parameter in the dtype of `factor`, to multiply it with.
+
+    What is the same in every round of the loop of rounds the compiler moves in front of it, and would read the wide
+    weights in each; so integers are tied to the factor, which is another one each time.
+    """
     if isinstance(leaf, Int8):
-        return leaf.values.astype(dtype) * leaf.scale.astype(dtype)
-    return leaf.astype(dtype)
+        values, _ = jax.lax.optimization_barrier((leaf.values, factor))
+        return values.astype(factor.dtype) * leaf.scale.astype(factor.dtype)
+    return leaf.astype(factor.dtype)
 
 
-def widen_all(params: Any, dtype: jnp.dtype) -> Any:
+def widen_all(params: Any, factor: jax.Array) -> Any:
     """`widen` for each parameter in a tree."""
-    return jax.tree.map(lambda leaf: widen(leaf, dtype), params, is_leaf=lambda leaf: isinstance(leaf, Int8))
+    return jax.tree.map(lambda leaf: widen(leaf, factor), params, is_leaf=lambda leaf: isinstance(leaf, Int8))
 
 
 def quantize_draft(params: dict[str, Any], target: llama.Params) -> dict[str, Any]:

@@ -156,29 +156,30 @@ class BoundDrafter(NamedTuple):
     config: DraftConfig
     params: dict[str, Any]
 
-    def _apply(self, dtype: jnp.dtype, *arguments, method: str):
+    def _apply(self, factor: jax.Array, *arguments, method: str):
         modules = {name: value for name, value in self.params.items() if name not in BORROWED}
-        return Drafter(self.config, dtype).apply({"params": widen_all(modules, dtype)}, *arguments, method=method)
+        modules = widen_all(modules, factor)
+        return Drafter(self.config, factor.dtype).apply({"params": modules}, *arguments, method=method)
 
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.inputs`."""
-        return self._apply(features.dtype, embedded, features, method="inputs")
+        return self._apply(features, embedded, features, method="inputs")
 
     def token_inputs(self, embedded: jax.Array) -> jax.Array:
         """See `Drafter.token_inputs`."""
-        return self._apply(embedded.dtype, embedded, method="token_inputs")
+        return self._apply(embedded, embedded, method="token_inputs")
 
     def join_inputs(self, tokens: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.join_inputs`."""
-        return self._apply(features.dtype, tokens, features, method="join_inputs")
+        return self._apply(features, tokens, features, method="join_inputs")
 
     def project(self, specialist: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, KeyValues]:
         """See `Specialist.project`."""
-        return self._apply(x.dtype, specialist, x, positions, method="project")
+        return self._apply(x, specialist, x, positions, method="project")
 
     def finish(self, specialist: int, x: jax.Array, attended: jax.Array) -> jax.Array:
         """See `Specialist.finish`."""
-        return self._apply(x.dtype, specialist, x, attended, method="finish")
+        return self._apply(x, specialist, x, attended, method="finish")
 
 
 def draft_specs(config: DraftConfig) -> dict[str, Any]:

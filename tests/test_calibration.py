@@ -43,7 +43,8 @@ def test_smaller_trees_accept_what_golden_rounds_of_large_ones_say(golden, level
     where the larger one holds all of the smaller one's nodes.
     """
     generator, prompts = golden("poss2"), list(golden_data.prompts().values())[:2]
-    large = generator.generate(prompts, max_new_tokens=40, levels=6, total_nodes=120, batch_size=2, trace=True)
+    reference = {"levels": max(calibration.LEVELS), "total_nodes": calibration.LARGE}
+    large = generator.generate(prompts, max_new_tokens=40, batch_size=2, trace=True, **reference)
     small = generator.generate(prompts, max_new_tokens=40, levels=levels, total_nodes=nodes, batch_size=2, trace=True)
     for whole, part in zip(large, small, strict=True):
         by_root = {record["n_committed"]: record for record in whole.trace}
@@ -119,7 +120,7 @@ def test_a_broken_file_is_measured_again(files, monkeypatch):
     load(files).generate(["w7 w8"], **AUTO)
     (kept,) = (files / "cache" / "poss-jax" / "trees").iterdir()
     whole = kept.read_text()
-    for broken in ("", whole[:-9], "[]", "{}"):
+    for broken in ("", whole[:-9], "[]", "{}", '{"found": null}', '{"found": {"levels": 0}}'):
         kept.write_text(broken)
         load(files).generate(["w7 w8"], **AUTO)
         assert kept.read_text() == whole
@@ -131,7 +132,7 @@ def test_a_broken_file_is_measured_again(files, monkeypatch):
     ids=["cheap", "dear"],
 )
 def test_drafting_only_where_it_pays(files, monkeypatch, seconds, drafted):
-    def fake(self, settings):
+    def fake(self, settings, length):
         return 1.0 if settings.plain else seconds(settings.levels, settings.total_nodes)
 
     monkeypatch.setattr(Calibration, "_seconds", fake)
@@ -142,7 +143,7 @@ def test_drafting_only_where_it_pays(files, monkeypatch, seconds, drafted):
 
 @pytest.mark.parametrize("given", [{"levels": 3}, {"total_nodes": 4}])
 def test_numbers_that_are_given_stay(files, monkeypatch, given):
-    monkeypatch.setattr(Calibration, "_seconds", lambda self, settings: 1.0 if settings.plain else 1e-6)
+    monkeypatch.setattr(Calibration, "_seconds", lambda self, settings, length: 1.0 if settings.plain else 1e-6)
     (answer,) = load(files).generate(["w7 w8"], trace=True, **{**AUTO, **given})
     record = answer.trace[0]
     if "levels" in given:
@@ -178,7 +179,27 @@ def test_without_texts_or_a_drafter(files, models, capsys):
         Settings(levels="never")
     with pytest.raises(SystemExit):
         generate.main(["--target", "x", "--levels", "many", "--prompt-ids", "0"])
-    assert "--levels: invalid number_or_auto value: 'many'" in capsys.readouterr().err
+    assert "--levels: 'many' must be a whole number, or auto" in capsys.readouterr().err
+
+
+def test_texts_that_end_at_once_mean_plain_decoding(files):
+    """No round was run, so nothing was accepted."""
+    generator = load(files)
+    first = {answer.token_ids[0] for answer in generator.generate(list(calibration.TEXTS), max_new_tokens=1)}
+    settled = generator.settle(Settings(**AUTO, eos_ids=tuple(first)))
+    assert settled.plain
+
+
+def test_the_command_says_what_was_chosen(files, monkeypatch, capsys):
+    monkeypatch.setattr(Calibration, "_seconds", lambda self, settings, length: 1.0 if settings.plain else 1e-6)
+    flags = ["--target", str(files / "target"), "--draft", str(files / "draft"), "--spans", "2,2", "--levels", "auto"]
+    flags += ["--total-nodes", "4", "--draft-top-k", "3", "--max-new-tokens", "4", "--trace", str(files / "trace.json")]
+    assert generate.main([*flags, "--prompt-ids", "0,5"]) == 0
+    assert "note: the tree that is fastest here has " in capsys.readouterr().err
+    assert type(json.loads((files / "trace.json").read_text())["runs"][0]["levels"]) is int
+    monkeypatch.setattr(Calibration, "_find", lambda *_: {"levels": 1, "total_nodes": 2, "speed_up": 1.0})
+    assert generate.main([*flags[:-2], "--prompt-ids", "0,5"]) == 0
+    assert "no tree is faster than plain decoding here" in capsys.readouterr().err
 
 
 def test_mean_over_rounds():

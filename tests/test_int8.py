@@ -1,5 +1,7 @@
 """Drafters in 8 bits: other trees now and then, the very same text."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer import Generator, generate
+from infer import Generator, Settings, generate
+from infer.batch import Batch
 from infer.draft_vocab import write_draft_vocab
+from poss_jax import decode
 from poss_jax.errors import InputError
 from poss_jax.int8 import Int8, quantize, quantize_draft, widen
 from tests import golden_data
@@ -21,8 +25,8 @@ def test_rounding_of_a_matrix_by_hand():
     rounded = quantize(jnp.array([[1.0, 0.0], [-0.5, 0.0], [0.004, 0.0]]), 1)
     assert rounded.values.tolist() == [[127, 0], [-64, 0], [1, 0]]  # 63.5 and 0.508, to the nearest even and up
     np.testing.assert_allclose(rounded.scale, [[1 / 127, 1.0]], rtol=1e-6)
-    assert widen(rounded, jnp.bfloat16).dtype == jnp.bfloat16
-    assert widen(jnp.float32(2), jnp.bfloat16) == jnp.bfloat16(2)
+    assert widen(rounded, jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert widen(jnp.float32(2), jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
@@ -32,8 +36,22 @@ def test_no_weight_is_off_by_more_than_half_a_step(seed, inputs):
     rounded = quantize(jnp.asarray(weight, jnp.float32), inputs)
     assert rounded.values.dtype == jnp.int8
     assert rounded.scale.shape == (1,) * inputs + weight.shape[inputs:]
-    error = np.abs(np.asarray(widen(rounded, jnp.float32)) - weight)
+    error = np.abs(np.asarray(widen(rounded, jnp.zeros(5))) - weight)
     assert np.all(error <= np.asarray(rounded.scale) * 0.5001)
+
+
+def test_rounds_read_integers(models):
+    """No weight is widened in front of the loop of rounds, which would then read the wide one again and again."""
+    names = str(models / "tiny63"), str(models / "draft2")
+    generator = Generator.from_pretrained(*names, spans=(2, 2), draft_dtype="int8")
+    settings = Settings(max_new_tokens=20, **TREE)
+    batch = Batch(generator.models, [[0, 5]], [0], settings, 512)
+    batch.start()
+    arguments = (batch.params, batch.plan, batch.state, batch.eos_ids, np.int32(5), batch.ended)
+    text = decode.jit_decode.lower(*arguments).compile().as_text()
+    loops = [part.splitlines()[0] for part in re.split(r"\n(?=%|ENTRY)", text) if re.match(r"%\S*region", part)]
+    carried = max((re.findall(r"s8\[[\d,]+\]", loop.split(") -> ")[0]) for loop in loops), key=len)
+    assert len(carried) == 10  # fc, four matrices of each of two specialists, and the head
 
 
 def test_all_matrices_of_a_drafter_are_rounded_and_nothing_else(golden):

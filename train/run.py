@@ -6,6 +6,7 @@ TensorBoard files; `settings.json`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -349,7 +350,8 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `exit_status`."""
     options = build_parser().parse_args(arguments)
-    with kept_programs():
+    # Several hosts would have to share the directory, and may not: then only one that JAX was told of is used.
+    with kept_programs() if options.coordinator is None else contextlib.nullcontext():
         return exit_status(run, options)
 
 
