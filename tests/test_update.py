@@ -19,8 +19,9 @@ from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec, parameter_specs
 from poss_jax.objective import Objective, Rows, run_unroll
 from poss_jax.specialist import draft_specs
+from tests import quick_compilation
 from tests.test_program import compilations
-from tests.test_unroll import BLOCK, QUICKLY
+from tests.test_unroll import BLOCK
 from train import benchmark
 from train.step import OptimizerConfig, Trainer, TrainState
 
@@ -80,7 +81,9 @@ def lowered(trainer: Trainer, rows: Rows):
 @functools.cache
 def compiled_update(options: tuple, *shape: int):
     """The compiled update of a trainer of these options, for rows of this shape without stored features."""
-    return lowered(trainer_of(**dict(options)), abstract_rows(*shape)).compile(compiler_options=QUICKLY)
+    return lowered(trainer_of(**dict(options)), abstract_rows(*shape)).compile(
+        compiler_options=quick_compilation.OPTIONS
+    )
 
 
 def run(rows: Rows, state: TrainState | None = None, rate: float = 0.0, **options):
@@ -302,7 +305,7 @@ def compiled_long_update(monkeypatch, spans: tuple[int, ...]):
     monkeypatch.setattr(losses, "ROW_CHUNK", 16)
     rows = abstract_rows(1, 1, LONG)._replace(features=jax.ShapeDtypeStruct((1, 1, LONG, 16), jnp.float32))
     trainer = trainer_of(spans, target=WIDE)
-    return lowered(trainer, rows).compile(compiler_options=QUICKLY)
+    return lowered(trainer, rows).compile(compiler_options=quick_compilation.OPTIONS)
 
 
 def test_memory_of_more_steps_is_what_they_keep(monkeypatch):
