@@ -39,9 +39,7 @@ class Batch:
     ):
         self.models, self.prompts, self.settings, self.trace = models, prompts, settings, trace
         draft = None if settings.plain else models.draft
-        shape = settings.tree
-        if draft is not None and "ids" in draft.params.get("vocab", {}):
-            shape = shape.clamp(len(draft.params["vocab"]["ids"]))  # no wider than what may be drafted
+        shape = settings.tree.clamp(models.draft_choices)  # no wider than what may be drafted
         self.plan = Plan.create(
             models.target.config, draft.config if draft else None, shape, settings.sampling, models.kernel
         )

@@ -90,10 +90,10 @@ def best_tree(rounds: Rounds, cost: Cost, trees: Sequence[tuple[int, int]]) -> t
 
 
 class Calibration:
-    """Settles settings for one set of models. `directory`: where results are kept between runs."""
+    """Settles settings for one set of models, with `encode` for the prompts that they are measured on."""
 
-    def __init__(self, models: Models, encode: Callable[[str], list[int]], directory: Path | None = None):
-        self._models, self._encode, self._directory = models, encode, directory
+    def __init__(self, models: Models, encode: Callable[[str], list[int]]):
+        self._models, self._encode = models, encode
         self._known: dict[str, dict[str, Any]] = {}
         self._compiled: set[tuple] = set()
 
@@ -110,7 +110,7 @@ class Calibration:
     def _find(self, settings: Settings) -> dict[str, Any]:
         facts = self._facts(settings)
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-        path = (self._directory or default_directory().parent / "trees") / f"{name}.json"
+        path = default_directory().parent / "trees" / f"{name}.json"
         if name not in self._known:
             self._known |= _read(name, path)
         if name not in self._known:
@@ -132,7 +132,7 @@ class Calibration:
         names += ("eos_ids", "ignore_eos")
         return {
             "version": VERSION,
-            "texts": [self._encode(text) for text in TEXTS],
+            "prompts": self._prompts,
             "host": [processor(), os.cpu_count()],
             "device": jax.local_devices()[0].device_kind,
             "devices": len(models.target.params["embed"].sharding.device_set),
@@ -143,6 +143,10 @@ class Calibration:
             "attention": models.kernel,
             **{name: getattr(settings, name) for name in names},
         }
+
+    @functools.cached_property
+    def _prompts(self) -> list[list[int]]:
+        return [self._encode(text) for text in TEXTS]
 
     @functools.cached_property
     def _weights(self) -> list[str]:
@@ -178,13 +182,13 @@ class Calibration:
 
     def _trees(self, settings: Settings) -> list[tuple[int, int]]:
         """Levels and nodes of the trees to choose from, as they are once they are clamped to what can be filled."""
-        vocab = self._models.draft.params.get("vocab", {})
-        size = len(vocab["ids"]) if "ids" in vocab else self._models.target.config.vocab_size
         asked = itertools.product(
             LEVELS if settings.levels == AUTO else [settings.levels],
             NODES if settings.total_nodes == AUTO else [settings.total_nodes],
         )
-        shapes = [TreeShape(levels, nodes, settings.draft_top_k).clamp(size) for levels, nodes in asked]
+        shapes = [
+            TreeShape(levels, nodes, settings.draft_top_k).clamp(self._models.draft_choices) for levels, nodes in asked
+        ]
         return list(dict.fromkeys((shape.levels, shape.total_nodes) for shape in shapes if shape.levels))
 
     @staticmethod
@@ -192,8 +196,7 @@ class Calibration:
         """Of `trees`, the one whose levels, and then nodes, are nearest to those wanted."""
         return min(trees, key=lambda tree: (abs(tree[0] - wanted[0]), abs(tree[1] - wanted[1])))
 
-    def _batch(self, settings: Settings, texts: Sequence[str], *, trace: bool, **options: Any) -> Batch:
-        prompts = [self._encode(text) for text in texts]
+    def _batch(self, settings: Settings, prompts: list[list[int]], *, trace: bool, **options: Any) -> Batch:
         rows = len(prompts)
         settings = dataclasses.replace(settings, batch_size=rows, stop=(), max_length=None, **options)
         context = self._models.target.config.context
@@ -206,9 +209,9 @@ class Calibration:
 
     def _seconds(self, settings: Settings, length: int) -> float:
         """Of a round with as many rows as are asked for, whatever is accepted, with room for `length` new tokens."""
-        texts = list(itertools.islice(itertools.cycle(TEXTS), settings.batch_size))
+        prompts = list(itertools.islice(itertools.cycle(self._prompts), settings.batch_size))
         options = {"max_new_tokens": length, "eos_ids": None, "ignore_eos": True}
-        batch = self._batch(settings, texts, trace=False, **options)
+        batch = self._batch(settings, prompts, trace=False, **options)
         spent = []
         while len(spent) < REPEATS and np.any(batch.stopped == RUNNING):  # a small context may end all texts before
             rounds, compiling, started = batch.rounds, batch.compile_seconds, time.perf_counter()
@@ -219,7 +222,7 @@ class Calibration:
 
     def _rounds(self, settings: Settings) -> list[dict[str, Any]]:
         """What is accepted of trees under the texts."""
-        batch = self._batch(settings, TEXTS, trace=True, max_new_tokens=NEW_TOKENS)
+        batch = self._batch(settings, self._prompts, trace=True, max_new_tokens=NEW_TOKENS)
         batch.finish()
         return [record for trace in batch.traces for record in trace]
 

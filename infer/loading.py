@@ -44,6 +44,12 @@ class Models:
     notes: tuple[str, ...] = ()
     kernel: str = "plain"
 
+    @property
+    def draft_choices(self) -> int:
+        """How many tokens may be drafted: those of a trimmed vocabulary, else all of the target's."""
+        vocab = self.draft.params.get("vocab", {}) if self.draft else {}
+        return len(vocab["ids"]) if "ids" in vocab else self.target.config.vocab_size
+
 
 def choose_kernel(name: str, dtype: str, devices: int, head_size: int) -> str:
     """The kernel of attention in rounds: `name`, with "auto" made definite. Raises InputError for one that cannot run

@@ -31,6 +31,7 @@ from infer.settings import Settings, add_attention_flag, add_width_flags
 from infer.shapes import SHAPES, random_params
 from infer.timing import peak_memory, repeat_draft, repeat_verify
 from poss_jax import decode, sharding
+from poss_jax.attention import KERNEL_TILE
 from poss_jax.config import DraftConfig, TargetConfig, parse_spans
 from poss_jax.decode import Params, Plan, State
 from poss_jax.errors import InputError
@@ -40,7 +41,6 @@ from poss_jax.sampling import Sampling
 from poss_jax.specialist import draft_specs
 
 REPEATS = 16  # of a part in one program
-SLOTS_MULTIPLE = 8  # of caches that the kernel "mosaic" reads
 READ_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}  # of the array that tells the bandwidth
 KERNELS_SHOWN = 20
 NEVER = np.asarray([-1], np.int32)  # no end of text
@@ -83,8 +83,8 @@ def check_flags(options: argparse.Namespace, target: TargetConfig) -> None:
     if options.slots < needed:
         raise InputError(f"--slots {options.slots}: --context {options.context} needs at least {needed}")
     plan = make_plans(options, target)[1]
-    if plan.kernel == "mosaic" and options.slots % SLOTS_MULTIPLE:
-        raise InputError(f"--slots {options.slots}: --attention mosaic needs a multiple of {SLOTS_MULTIPLE}")
+    if plan.kernel == "mosaic" and options.slots % KERNEL_TILE:
+        raise InputError(f"--slots {options.slots}: --attention mosaic needs a multiple of {KERNEL_TILE}")
     if plan.draft is None:
         raise InputError(f"--levels {options.levels} --total-nodes {options.total_nodes}: leave no tree to draft")
     if options.profile and jax.default_backend() == "cpu":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 TRAINING_KERNELS, DECODING_KERNELS = ("plain", "cudnn"), ("plain", "mosaic")
 KERNEL_HEAD_SIZES = (64, 128)  # that "mosaic" is written for
+KERNEL_TILE = 8  # rows that "mosaic" copies together: slots of its caches are a multiple, nodes of a tree best are too
 QUERY_CHUNK = 512  # long prompts are attended in chunks of this many rows, so scores stay [b, k, g, 512, s]
 
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax import cache, draft, llama, tree, verify
-from poss_jax.attention import KeyValues
+from poss_jax.attention import KERNEL_TILE, KeyValues
 from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.sampling import Sampling
 from poss_jax.tree import ROOT_ONLY, Tree, TreeShape
 
 # What a kernel of attention would pad the nodes of a tree to, in every layer.
-NODES_MULTIPLE = {"plain": 1, "mosaic": 8}
+NODES_MULTIPLE = {"plain": 1, "mosaic": KERNEL_TILE}
 RUNNING, STOPPED_AT_EOS, STOPPED_AT_LIMIT, STOPPED_BY_HOST = 0, 1, 2, 3
 
 

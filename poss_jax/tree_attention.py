@@ -19,10 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from poss_jax.attention import KERNEL_HEAD_SIZES, Filled, KeyValues, Part
+from poss_jax.attention import KERNEL_HEAD_SIZES, KERNEL_TILE, Filled, KeyValues, Part
 
 ROWS = 64  # query rows of a block: what one warpgroup multiplies at once
-TILE = 8  # rows of a tile of shared memory: arrays of more rows are copied in whole tiles
 LOWEST = -1e30  # running maximum before any key: finite, so that no difference of maxima is NaN
 MASKED = float("-inf")
 SWIZZLE_BYTES, NARROWEST_SWIZZLE = 128, 32
@@ -66,7 +65,7 @@ def tree_bias(mask: jax.Array, group: int, block: int = Tuning.block) -> jax.Arr
     """
     if mask.shape[1] == 1:
         mask = jnp.repeat(mask, group, axis=1)
-    padded = jnp.pad(mask, ((0, 0), (0, -mask.shape[1] % TILE), (0, -mask.shape[2] % block)))
+    padded = jnp.pad(mask, ((0, 0), (0, -mask.shape[1] % KERNEL_TILE), (0, -mask.shape[2] % block)))
     return jnp.where(padded, 0.0, MASKED).astype(jnp.bfloat16)
 
 
@@ -124,10 +123,10 @@ def _pad(array: jax.Array, axis: int) -> jax.Array:
     Of a single tile, what lies beyond the array reads as zeros, as do all tiles beyond it.
     """
     size = array.shape[axis]
-    if size <= TILE or size % TILE == 0:
+    if size <= KERNEL_TILE or size % KERNEL_TILE == 0:
         return array
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -size % TILE)
+    widths[axis] = (0, -size % KERNEL_TILE)
     return jnp.pad(array, widths)
 
 
@@ -139,8 +138,8 @@ def _check(query, prefix, prefix_length, rows, bias, tuning):
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}:
         raise ValueError(f"query, keys and values must all be bfloat16 or all float16, not {sorted(map(str, dtypes))}")
     slots, drafted = prefix.keys.shape[2], rows.keys.shape[2]
-    if slots % TILE:
-        raise ValueError(f"{slots} cache slots are not a multiple of {TILE}")
+    if slots % KERNEL_TILE:
+        raise ValueError(f"{slots} cache slots are not a multiple of {KERNEL_TILE}")
     for name, pair, length in (("prefix", prefix, slots), ("rows", rows, drafted)):
         for side in pair:
             if side.shape != (batch, heads, length, size):
@@ -148,7 +147,7 @@ def _check(query, prefix, prefix_length, rows, bias, tuning):
     if prefix_length.shape != (batch,) or prefix_length.dtype != jnp.int32:
         raise ValueError(f"prefix_length must be int32 [{batch}], not {prefix_length.dtype} {prefix_length.shape}")
     bias_rows = group if count == 1 else count
-    expected = (pl.cdiv(bias_rows, TILE) * TILE, pl.cdiv(drafted, tuning.block) * tuning.block)
+    expected = (pl.cdiv(bias_rows, KERNEL_TILE) * KERNEL_TILE, pl.cdiv(drafted, tuning.block) * tuning.block)
     if bias.shape[0] not in (1, batch) or bias.shape[1:] != expected or bias.dtype != jnp.bfloat16:
         raise ValueError(f"bias {bias.dtype} {bias.shape} is not tree_bias(mask, {group}, {tuning.block})")
     if count == 1 and group > ROWS:
@@ -165,7 +164,7 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype):
     swizzle = min(SWIZZLE_BYTES, shape[-1] * size)
     if swizzle < NARROWEST_SWIZZLE:
         return plgpu.SMEM(shape, dtype)
-    tiling = plgpu.TilingTransform((TILE, swizzle // size))
+    tiling = plgpu.TilingTransform((KERNEL_TILE, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
