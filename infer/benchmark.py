@@ -24,6 +24,7 @@ from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
 from infer import report, rounds, tables
 from infer.benchmark_jobs import Jobs, Outline
+from infer.benchmark_join import conflict, join
 from infer.benchmark_store import PLAIN, Store, Study
 from infer.clock import Clock, Stopped
 from infer.engine import Generator
@@ -217,32 +218,19 @@ def describe(
     }
 
 
-def join(before: dict[str, Any] | None, now: dict[str, Any], out: str) -> dict[str, Any]:
+def go_on(before: dict[str, Any] | None, now: dict[str, Any], out: str) -> dict[str, Any]:
     """The description of a directory that is gone on with. Raises InputError for what would not be comparable."""
     if before is None:
         return now
-    for name, value in ({"attention": "plain"} | before["fixed"]).items():  # which older directories do not name
-        if now["fixed"].get(name) != value:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"--out {out} was begun with another {flag} ({value}); give that, or another --out")
-    for name, about in before["sets"].items():
-        if now["sets"].get(name, about) != about:
-            raise InputError(f"--prompts: {name} is not what it was when --out {out} was begun; take another --out")
-    joined = {**now, "runs": before["runs"]}
-    for name, seeds in before["drafters"].items():
-        for then, about in zip(seeds, now["drafters"].get(name, []), strict=False):
-            if then["fingerprint"] != about["fingerprint"] or then["spans"] != about["spans"]:
-                raise InputError(f"--drafts {name}: not the drafter that --out {out} was begun with; rename it")
-        joined["drafters"][name] = max(seeds, now["drafters"].get(name, []), key=len)
-    for field in ("sets", "questions"):
-        joined[field] = before[field] | {
-            name: before[field].get(name, {}) | value for name, value in now[field].items()
-        }
-    for field in ("temperatures", "timed_temperatures", "levels"):
-        joined[field] = sorted({*before[field], *now[field]})
-    for field in ("seeds", "timing_prompts", "drift_prompts"):
-        joined[field] = max(before[field], now[field])
-    return joined
+    found = conflict(before, now)
+    if found is None:
+        return join(before, now)
+    if found.field == "fixed":
+        flag = "--" + found.name.replace("_", "-")
+        raise InputError(f"--out {out} was begun with another {flag} ({found.before}); give that, or another --out")
+    if found.field == "sets":
+        raise InputError(f"--prompts: {found.name} is not what it was when --out {out} was begun; take another --out")
+    raise InputError(f"--drafts {found.name}: not the drafter that --out {out} was begun with; rename it")
 
 
 def this_run(options: argparse.Namespace, drafters: Sequence[str]) -> dict[str, Any]:
@@ -305,7 +293,7 @@ def run(options: argparse.Namespace) -> None:
         options.drift_prompts,
     )
     with Store(options.out) as store, kept_programs(store.directory / COMPILED):
-        study = join(store.description(), describe(options, sets, models, drafters, limited), options.out)
+        study = go_on(store.description(), describe(options, sets, models, drafters, limited), options.out)
         study["runs"].append(this_run(options, list(counts)))
         store.describe(study)
         for note in dict.fromkeys(note for generator, _ in drafters.values() for note in generator.notes):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.checkpoint import read_json, write_json
+from convert.output import new_directory
 from poss_jax.errors import InputError
 
 RECORDS, STUDY = "records.jsonl", "study.json"
@@ -36,6 +37,11 @@ class Key(NamedTuple):
     temperature: float
     seed: int
     levels: int
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Key":
+        """Raises KeyError where the record lacks a field."""
+        return cls(**{name: record[name] for name in cls._fields})
 
 
 Record = dict[str, Any]  # the fields of the key, and what was measured
@@ -83,7 +89,7 @@ class Store:
             raise ValueError(f"{key} is recorded already")
         record = {**key._asdict(), **values}
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._file.write(_line(record))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -117,10 +123,14 @@ def read_records(directory: Path) -> tuple[dict[Key, Record], int]:
     return records, end
 
 
+def _line(record: Record) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
 def _parse(line: bytes, where: str) -> tuple[Key, Record]:
     try:
         record = json.loads(line)
-        key = Key(**{name: record[name] for name in Key._fields})
+        key = Key.of(record)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{where}: not a line that this command writes ({error!r:.80}); remove it") from error
     if key.kind not in KINDS:
@@ -130,7 +140,7 @@ def _parse(line: bytes, where: str) -> tuple[Key, Record]:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A read directory: the description and all records."""
+    """What a directory holds: the description and all records."""
 
     description: dict[str, Any]
     records: list[Record]
@@ -141,3 +151,16 @@ class Study:
         directory = Path(directory).expanduser()
         records, _ = read_records(directory)
         return cls(read_json(directory / STUDY), list(records.values()))
+
+    def write(self, directory: str | Path) -> None:
+        """A new directory, which is there whole or not at all. Raises InputError where it holds something already."""
+        with new_directory(directory) as unfinished:
+            (unfinished / RECORDS).write_bytes(b"".join(map(_line, self.records)))
+            write_json(unfinished / STUDY, self.description)
+
+
+def last_runs(description: dict[str, Any]) -> list[int]:
+    """Places in `runs` of those whose end says whether everything was done: the last one, and of directories that were
+    joined the last one of each.
+    """
+    return description.get("last_runs", list(range(len(description["runs"])))[-1:])

@@ -95,7 +95,7 @@ def _partial(results: Results) -> str:
     done, expected = sum(cell.done for cell in cells), sum(cell.expected for cell in cells)
     if done >= expected and results.unfinished is None:
         return ""
-    last = f"; the last run ended because of this: {results.unfinished}" if results.unfinished else ""
+    last = f"; ended before all was done: {results.unfinished}" if results.unfinished else ""
     return (
         f"<p class=partial><b>Partial results:</b> {done:,} of {expected:,} answers are there{html.escape(last)}. "
         f"Figures that lack some carry a {tables.PARTIAL}; the same command goes on.</p>"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from convert.command import OneLineParser, exit_status
 from infer import report, tables
+from infer.benchmark_join import join_studies
 from infer.benchmark_store import Study
 from infer.summary import Results
 from infer.tables import Table
@@ -35,18 +36,24 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (about, _) in STUDIES.items():
         _add(studies, name, about)
     _add(studies, "report", "writes the page and the figures anew")
+    about = "puts directories of several devices, drafters, levels or temperatures together"
+    joined = _add(studies, "join", about, "a new directory, with a report of all of them")
+    joined.add_argument("parts", nargs="+", metavar="PART", help="a directory that infer.benchmark wrote to")
     return parser
 
 
-def _add(studies, name: str, about: str) -> None:
+def _add(studies, name: str, about: str, out: str = "the directory that infer.benchmark wrote to") -> OneLineParser:
     parser = studies.add_parser(name, help=about, description=about)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the directory that infer.benchmark wrote to")
+    parser.add_argument("--out", required=True, metavar="DIR", help=out)
+    return parser
 
 
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags."""
+    if options.study == "join":
+        join_studies(options.parts, [Study.read(part) for part in options.parts]).write(options.out)
     study = Study.read(options.out)
-    if options.study == "report":
+    if options.study in ("join", "report"):
         print(report.write(study, Path(options.out).expanduser()))
         return
     results = Results(study)

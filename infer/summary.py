@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from infer import measures, statistics
-from infer.benchmark_store import Record, Study
+from infer.benchmark_store import Record, Study, last_runs
 from infer.measures import Counts, Duration
 from infer.statistics import PairedTest, Spread
 
@@ -251,9 +251,10 @@ class Results:
 
     @property
     def unfinished(self) -> str | None:
-        """How the last run ended, if it was not done."""
-        ended = self.description["runs"][-1]["ended"] if self.description["runs"] else "done"
-        return None if ended == "done" else ended
+        """Which runs should have gone on, and why they ended; None where all was done."""
+        runs = self.description["runs"]
+        ended = {place + 1: runs[place]["ended"] for place in last_runs(self.description)}
+        return ", ".join(f"run {run} ({why})" for run, why in ended.items() if why != "done") or None
 
     def split(self, drafter: str, levels: int) -> Split | None:
         """At whichever temperature rounds were taken apart."""

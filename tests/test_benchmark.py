@@ -1,11 +1,13 @@
 """`python -m infer.benchmark` from end to end on tiny models: what it measures, and that it goes on where it ended."""
 
+import dataclasses
 import json
 import os
 import re
 import shlex
 import signal
 from collections import Counter
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from infer import Generator, Settings, benchmark, study
 from infer.benchmark_jobs import coarse_width
+from infer.benchmark_join import join_studies
 from infer.benchmark_store import Key, Study
 from infer.clock import Clock, Stopped
 from infer.summary import Results, Setting
@@ -77,7 +80,7 @@ def results(out):
 
 
 def keys_of(directory) -> list[Key]:
-    return [Key(*(record[field] for field in Key._fields)) for record in Study.read(directory).records]
+    return [Key.of(record) for record in Study.read(directory).records]
 
 
 def test_everything_is_measured_once(out):
@@ -459,3 +462,173 @@ def text_of(page: str) -> str:
 def test_studies_of_nothing_are_refused(tmp_path, capsys):
     assert study.main(["overall", "--out", str(tmp_path)]) == 2
     assert "holds no records.jsonl; python -m infer.benchmark --out" in capsys.readouterr().err
+
+
+OVER = "the time of --minutes is over"
+
+
+def part(out, directory, drafter: str, *, ended: Sequence[str] = ("done",), **changes) -> str:
+    """The directory of a benchmark of one of the drafters: the plain answers and what it has of its own.
+
+    ended: of each of its runs. changes: to its description.
+    """
+    whole = Study.read(out)
+    runs = [{**whole.description["runs"][0], "drafters": [drafter], "ended": why} for why in ended]
+    drafters = {drafter: whole.description["drafters"][drafter]}
+    records = [record for record in whole.records if record["drafter"] in (drafter, "plain")]
+    Study({**whole.description, "drafters": drafters, "runs": runs, **changes}, records).write(directory)
+    return str(directory)
+
+
+def refused_join(out, parts: Sequence[str], capsys) -> str:
+    """The one line that is said; nothing is written."""
+    before = out.exists()
+    assert study.main(["join", "--out", str(out), *parts]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert out.exists() == before
+    return said
+
+
+def test_directories_of_single_drafters_are_joined_and_gone_on_with(root, out, tmp_path, capsys):
+    parts = [part(out, tmp_path / name, name) for name in ("one", "two")]
+    joined = tmp_path / "joined"
+    assert study.main(["join", "--out", str(joined), *parts]) == 0
+    assert capsys.readouterr().out == f"{joined}/report.html\n"
+    kinds = Counter(key.kind for key in keys_of(joined))
+    assert kinds == {"plain": 18, "drafted": 54, "timing": 12, "split": 4, "drift": 9}
+    found, whole = Study.read(joined), Study.read(out)
+    assert sorted(map(json.dumps, found.records)) == sorted(map(json.dumps, whole.records))
+    assert list(found.description["drafters"]) == ["one", "two"]
+    assert [run["drafters"] for run in found.description["runs"]] == [["one"], ["two"]]
+    page = (joined / "report.html").read_text()
+    assert "two against one, T=0, 2 levels, overall" in page
+    assert "Partial results" not in page
+
+    before = (joined / "records.jsonl").read_bytes()
+    run(root, joined, COMMAND)
+    assert (joined / "records.jsonl").read_bytes() == before
+    assert [run["drafters"] for run in Study.read(joined).description["runs"]] == [["one"], ["two"], ["one", "two"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "unfinished"),
+    [
+        (["done"], ["done"], None),
+        ([OVER, "done"], ["was interrupted", OVER, "done"], None),  # gone on with, each in its own directory
+        (["done", OVER], ["done"], f"run 2 ({OVER})"),
+        (["done"], [OVER, "was interrupted"], "run 3 (was interrupted)"),
+        ([OVER], ["stopped by SIGTERM"], f"run 1 ({OVER}), run 2 (stopped by SIGTERM)"),
+    ],
+)
+def test_a_joined_study_is_done_where_every_part_is(out, tmp_path, first, second, unfinished):
+    """And stays what it is when it is joined with nothing."""
+    parts = [part(out, tmp_path / "a", "one", ended=first), part(out, tmp_path / "b", "two", ended=second)]
+    joined = join_studies(parts, [Study.read(directory) for directory in parts])
+    assert Results(joined).unfinished == unfinished
+    assert Results(join_studies(["joined"], [joined])).unfinished == unfinished
+
+
+def test_a_joined_study_may_be_joined_and_is_finished_by_going_on(out, tmp_path):
+    names = [part(out, tmp_path / "a", "one", ended=[OVER]), part(out, tmp_path / "b", "two", ended=["done", "done"])]
+    one, two = map(Study.read, names)
+    both = join_studies(names, [one, two])
+    third = dataclasses.replace(two, description={**two.description, "drafters": {}})
+    nested = join_studies(["c", "ab"], [third, both])
+    assert nested.description["last_runs"] == [1, 2, 4]
+    assert Results(nested).unfinished == f"run 3 ({OVER})"
+    gone_on = benchmark.go_on(nested.description, {**two.description, "runs": []}, "ab")
+    gone_on["runs"].append({"ended": "done"})
+    assert Results(Study(gone_on, [])).unfinished is None
+
+
+def test_what_is_joined_is_what_any_part_has(out, tmp_path):
+    one = {"temperatures": [1.0], "timed_temperatures": [], "levels": [4], "seeds": 5, "timing_prompts": 0}
+    one |= {"sets": {"talk": {"fingerprint": "x"}}, "questions": {"talk": {"81": 2}}}
+    two = {"temperatures": [0.0], "timed_temperatures": [0.0], "levels": [2], "seeds": 1, "timing_prompts": 3}
+    two |= {"sets": {"single": {"fingerprint": "y"}}, "questions": {"single": {"1": 1, "2": 1}}}
+    parts = [part(out, tmp_path / "a", "one", **one), part(out, tmp_path / "b", "two", **two)]
+    found = join_studies(parts, [Study.read(directory) for directory in parts]).description
+    assert {name: found[name] for name in one} == {
+        "temperatures": [0.0, 1.0],
+        "timed_temperatures": [0.0],
+        "levels": [2, 4],
+        "seeds": 5,
+        "timing_prompts": 3,
+        "sets": {"talk": {"fingerprint": "x"}, "single": {"fingerprint": "y"}},
+        "questions": {"talk": {"81": 2}, "single": {"1": 1, "2": 1}},
+    }
+
+
+def test_older_directories_that_do_not_name_attention_are_joined_in_any_order(out, tmp_path):
+    fixed = dict(Study.read(out).description["fixed"])
+    assert fixed.pop("attention") == "plain"
+    parts = [part(out, tmp_path / "old", "one", fixed=fixed), part(out, tmp_path / "new", "two")]
+    studies = [Study.read(directory) for directory in parts]
+    for joined in (join_studies(parts, studies), join_studies(parts[::-1], studies[::-1])):
+        assert joined.description["fixed"] == {"attention": "plain", **fixed}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"fixed": {"dtype": "bfloat16"}},
+            "{two} was measured with another dtype (bfloat16) than {one} (float32); "
+            "join directories that have it in common",
+        ),
+        ({"fixed": {"target": "0"}}, "{two} was measured with another target (0) than {one} ("),
+        ({"fixed": {"max_new_tokens": 7}}, "{two} was measured with another max new tokens (7) than {one} (6); "),
+        (
+            {"sets": {"single": {"fingerprint": "0"}}},
+            "{two}: the prompt set single is not that of {one}; join directories that asked the same",
+        ),
+        (
+            {"drafters": {"one": [{"fingerprint": "0", "spans": [1]}]}},
+            "{two}: the drafter one is not that of {one}; measure one of them under another name",
+        ),
+    ],
+)
+def test_what_is_not_comparable_is_not_joined(out, tmp_path, capsys, changes, message):
+    if "fixed" in changes:
+        changes = {"fixed": Study.read(out).description["fixed"] | changes["fixed"]}
+    one, two = part(out, tmp_path / "one", "one"), part(out, tmp_path / "two", "two", **changes)
+    said = refused_join(tmp_path / "joined", [one, two], capsys)
+    assert said.startswith("error: " + message.format(one=one, two=two))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (
+            Key("plain", "plain", 0, "talk", "81", 0, 0.0, 0, 0),
+            "(kind plain, drafter plain, training_seed 0, set talk, question 81, turn 0, temperature 0.0, seed 0, "
+            "levels 0); the target answers otherwise there; measure what the second has with "
+            "infer.benchmark --out {one}",
+        ),
+        (
+            Key("timing", "one", 0, "single", "1", 0, 1.0, 0, 2),
+            "(kind timing, drafter one, training_seed 0, set single, question 1, turn 0, temperature 1.0, seed 0, "
+            "levels 2); keep one of the two, and remove the other's line of records.jsonl",
+        ),
+    ],
+)
+def test_what_is_measured_twice_and_not_alike_is_named(out, tmp_path, capsys, key, message):
+    one, two = part(out, tmp_path / "one", "one"), part(out, tmp_path / "two", "one")
+    records = Study.read(two).records
+    write(
+        tmp_path / "two" / "records.jsonl",
+        *({**record, "prompt_tokens": 0} if Key.of(record) == key else record for record in records),
+    )
+    said = refused_join(tmp_path / "joined", [one, two], capsys)
+    assert said == f"error: {one} and {two} have measured the same thing and not alike {message.format(one=one)}\n"
+
+
+def test_directories_that_cannot_be_joined_are_named(out, tmp_path, capsys):
+    one, two = part(out, tmp_path / "one", "one"), part(out, tmp_path / "two", "two")
+    before = (tmp_path / "two" / "records.jsonl").read_bytes()
+    assert f"{two}: is there already; give another directory" in refused_join(tmp_path / "two", [one, two], capsys)
+    assert (tmp_path / "two" / "records.jsonl").read_bytes() == before
+    assert f"{one}/ is given twice" in refused_join(tmp_path / "joined", [one, two, f"{one}/"], capsys)
+    (tmp_path / "empty").mkdir()
+    assert "empty: holds no records.jsonl" in refused_join(tmp_path / "joined", [one, f"{tmp_path}/empty"], capsys)
