@@ -20,6 +20,14 @@ class KeyValues(NamedTuple):
     values: jax.Array
 
 
+class Layer(NamedTuple):
+    """One layer of caches that lie in one array, [l, b, k, s, d] each. "mosaic" reads it there; others copy it out."""
+
+    keys: jax.Array
+    values: jax.Array
+    index: int
+
+
 class Filled(NamedTuple):
     """The first `length` [b] key rows, seen by every query row; what lies behind them does not matter."""
 
@@ -31,8 +39,28 @@ class Part(NamedTuple):
     causal: the keys are those of the query rows, of which each sees itself and the ones before it.
     """
 
-    rows: KeyValues
+    rows: KeyValues | Layer
     mask: jax.Array | Filled | None
+
+
+def as_rows(key: jax.Array, value: jax.Array) -> KeyValues:
+    """Key and value [b, t, k, d] in the layout of a cache, [b, k, t, d]."""
+    return KeyValues(jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
+
+
+def self_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, prefix: Part | None, kernel: str
+) -> tuple[jax.Array, KeyValues]:
+    """Rows attend to themselves as `mask` says (see `Part`), and to a prefix: what `attention` gives, and their keys
+    and values for a cache. `query` [b, t, k, g, d], `key` and `value` [b, t, k, d].
+    """
+    if kernel == "mosaic":
+        from poss_jax import tree_attention
+
+        return tree_attention.attend_to_themselves(query, key, value, mask, prefix)
+    rows = as_rows(key, value)
+    parts = [Part(rows, mask)]
+    return attention(query, parts if prefix is None else [prefix, *parts], kernel), rows
 
 
 def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") -> jax.Array:
@@ -46,6 +74,7 @@ def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") ->
         from poss_jax import tree_attention  # Pallas' part for GPUs, which nothing else needs
 
         return tree_attention.attend(query, parts)
+    parts = [Part(_copied(part.rows), part.mask) for part in parts]
     if kernel == "cudnn":
         ((keys_and_values, mask),) = parts
         return fused_attention(query, keys_and_values, None if mask is None else mask[:, None])
@@ -61,6 +90,11 @@ def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") ->
 
     attended = jax.lax.map(attend_chunk, jnp.arange(chunks))  # [chunks, b, QUERY_CHUNK, k, g, d]
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
+
+
+def _copied(rows: KeyValues | Layer) -> KeyValues:
+    """A layer by itself."""
+    return KeyValues(rows.keys[rows.index], rows.values[rows.index]) if isinstance(rows, Layer) else rows
 
 
 def fused_attention(query: jax.Array, rows: KeyValues, mask: jax.Array | None, *, return_residual: bool = False):

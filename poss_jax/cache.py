@@ -1,18 +1,54 @@
 """KV caches of static shape: allocate, write and read rows."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from poss_jax.attention import KeyValues
+from poss_jax.attention import KeyValues, Layer
 from poss_jax.config import BlockConfig
+
+
+@struct.dataclass
+class Stack:
+    """Caches of all layers in one array each, [l, b, k, s, d], so that a round writes to all of them in two kernels and
+    not in two a layer. For readers that find their layer themselves: XLA would copy it out.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+    def __getitem__(self, index: int) -> Layer:
+        return Layer(self.keys, self.values, index)
+
+
+Caches = tuple[KeyValues, ...] | Stack  # of the layers of a target
 
 
 def empty(block: BlockConfig, batch: int, slots: int, dtype: jnp.dtype) -> KeyValues:
     """Zeroed keys and values [b, k, slots, d] of one layer."""
     shape = (batch, block.num_kv_heads, slots, block.head_dim)
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def fill(block: BlockConfig, rows: Sequence[KeyValues], slots: int, stacked: bool) -> Caches:
+    """Caches of `slots` slots that begin with these rows, [b, k, t, d] for each layer."""
+    batch, dtype = rows[0].keys.shape[0], rows[0].keys.dtype
+    start = jnp.zeros((batch,), jnp.int32)
+    if not stacked:
+        return tuple(write(empty(block, batch, slots, dtype), some, start) for some in rows)
+    nothing = jnp.zeros((len(rows), batch, block.num_kv_heads, slots, block.head_dim), dtype)
+    return write_layers(Stack(nothing, nothing), rows, start)
+
+
+def write_layers(caches: Caches, rows: Sequence[KeyValues], start: jax.Array) -> Caches:
+    """`write` to every layer."""
+    if not isinstance(caches, Stack):
+        return tuple(write(old, new, start) for old, new in zip(caches, rows, strict=True))
+    sides = zip((caches.keys, caches.values), zip(*rows, strict=True), strict=True)
+    return Stack(*(write_rows(old, jnp.stack(new), start, axis=2, batch_axis=1) for old, new in sides))
 
 
 def write(cache: KeyValues, rows: KeyValues, start: jax.Array) -> KeyValues:
@@ -23,13 +59,13 @@ def write(cache: KeyValues, rows: KeyValues, start: jax.Array) -> KeyValues:
     return KeyValues(*(write_rows(old, new, start, axis=1) for old, new in zip(cache, rows, strict=True)))
 
 
-def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, axis: int = 0) -> jax.Array:
+def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, axis: int = 0, batch_axis: int = 0) -> jax.Array:
     """`dynamic_update_slice` along `axis` (batch not counted) at a place of its own in each batch row."""
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[0] == 1:  # a plain slice update; under vmap it becomes a scatter, which is slower
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis + 1)
+    if buffer.shape[batch_axis] == 1:  # a plain slice update; under vmap it becomes a scatter, which is slower
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis + (axis >= batch_axis))
     update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-    return jax.vmap(update)(buffer, rows, start)
+    return jax.vmap(update, in_axes=(batch_axis, batch_axis, 0), out_axes=batch_axis)(buffer, rows, start)
 
 
 def read_rows(buffer: jax.Array, start: jax.Array, count: int, axis: int = 0) -> jax.Array:

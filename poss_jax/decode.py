@@ -18,8 +18,18 @@ from poss_jax.config import DraftConfig, TargetConfig
 from poss_jax.sampling import Sampling
 from poss_jax.tree import ROOT_ONLY, Tree, TreeShape
 
-# What a kernel of attention would pad the nodes of a tree to, in every layer.
-NODES_MULTIPLE = {"plain": 1, "mosaic": KERNEL_TILE}
+
+class Layout(NamedTuple):
+    """What a kernel of attention would otherwise copy its inputs for, in every layer.
+
+    nodes: a multiple of them in a tree. stacked: the caches of all layers in one array.
+    """
+
+    nodes: int
+    stacked: bool
+
+
+LAYOUTS = {"plain": Layout(1, stacked=False), "mosaic": Layout(KERNEL_TILE, stacked=True)}
 RUNNING, STOPPED_AT_EOS, STOPPED_AT_LIMIT, STOPPED_BY_HOST = 0, 1, 2, 3
 
 
@@ -81,7 +91,7 @@ class State:
     key: jax.Array  # [b] PRNG keys; the randomness of a token is the key folded with its position
     rounds: jax.Array  # [b] int32
     accept_lengths: jax.Array  # [b, slots] int32, the first `rounds` of them
-    target_caches: tuple[KeyValues, ...]  # one per layer, [b, k, slots, d]
+    target_caches: cache.Caches  # one per layer, [b, k, slots, d]
     draft_caches: draft.Caches  # one per specialist in use; () without a draft
     features: jax.Array  # [b, levels + 1, h]: features of the tokens committed last, `fresh` of them real
     fresh: jax.Array  # [b] int32
@@ -127,7 +137,7 @@ def prefill(
         key=key,
         rounds=zeros,
         accept_lengths=jnp.zeros((batch, slots), jnp.int32),
-        target_caches=_fill_caches(plan.target.block, new_rows, batch, slots),
+        target_caches=cache.fill(plan.target.block, new_rows, slots, LAYOUTS[plan.kernel].stacked),
         draft_caches=_prefill_draft(params, plan, slots, tokens[:, 1 : rows + 1], features),
         features=jnp.pad(last_feature, ((0, 0), (0, plan.tree.levels), (0, 0))),
         fresh=zeros + 1,
@@ -170,7 +180,7 @@ def grow(state: State, slots: int) -> State:
         return jnp.pad(array, [(0, more if index == axis else 0) for index in range(array.ndim)])
 
     caches = (state.target_caches, state.draft_caches)
-    target_caches, draft_caches = jax.tree.map(lambda array: widen(array, 2), caches)
+    target_caches, draft_caches = jax.tree.map(lambda array: widen(array, array.ndim - 2), caches)
     return state.replace(
         tokens=widen(state.tokens, 1),
         accept_lengths=widen(state.accept_lengths, 1),
@@ -208,7 +218,7 @@ def verify_round(
 ) -> State:
     """The second part of a round: the target's pass over the tree, what it accepts, and the commit."""
     committed, nodes = state.length - 1, tree_drafted.tokens.shape[1]
-    fed = tree.pad(tree_drafted, NODES_MULTIPLE[plan.kernel])
+    fed = tree.pad(tree_drafted, LAYOUTS[plan.kernel].nodes)
     positions = committed[:, None] + fed.depths
     features, new_rows = llama.forward(
         params.target,
@@ -249,10 +259,8 @@ def _commit(
     # No token is negative, but the compiler does not know that: so the caches are written after they were read,
     # even where the root alone is committed whatever the logits are. Without that order it would copy them.
     start = committed + (accepted.next_token < 0)
-    target_caches = tuple(
-        cache.write(old, KeyValues(*(jnp.take_along_axis(part, kept, axis=2) for part in new)), start)
-        for old, new in zip(state.target_caches, new_rows, strict=True)
-    )
+    kept_rows = [KeyValues(*(jnp.take_along_axis(part, kept, axis=2) for part in new)) for new in new_rows]
+    target_caches = cache.write_layers(state.target_caches, kept_rows, start)
     # Emitted: path tokens below the root, then next_token in the place after the last accepted one.
     emitted = jnp.take_along_axis(tree_drafted.tokens, path, axis=1)[:, 1:]
     emitted = jnp.pad(emitted, ((0, 0), (0, 1)))
@@ -288,11 +296,6 @@ def _emit(state: State, count: jax.Array, eos_ids: jax.Array) -> State:
         length=jnp.where(running, length, state.length).astype(jnp.int32),
         stopped=jnp.where(running, stopped, state.stopped).astype(jnp.int32),
     )
-
-
-def _fill_caches(block, new_rows: tuple[KeyValues, ...], batch: int, slots: int) -> tuple[KeyValues, ...]:
-    start = jnp.zeros((batch,), jnp.int32)
-    return tuple(cache.write(cache.empty(block, batch, slots, rows.keys.dtype), rows, start) for rows in new_rows)
 
 
 def _prefill_draft(params: Params, plan: Plan, slots: int, following: jax.Array, features: jax.Array):

@@ -8,8 +8,6 @@ so that sharding over k or i never cuts across them.
 import jax
 import jax.numpy as jnp
 
-from poss_jax.attention import KeyValues
-
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32, returned in the dtype of `x`."""
@@ -24,11 +22,6 @@ def query_key_value(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
     if bias is not None:
         fused = fused + bias
     return fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
-
-
-def as_rows(key: jax.Array, value: jax.Array) -> KeyValues:
-    """Key and value [b, t, k, d] in the layout of a cache, [b, k, t, d]."""
-    return KeyValues(jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
 
 def attention_output(attended: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import layers
-from poss_jax.attention import Filled, KeyValues, Part, attention
+from poss_jax.attention import Filled, KeyValues, Part, self_attention
+from poss_jax.cache import Caches
 from poss_jax.config import TargetConfig
 from poss_jax.rotary import rotary, rotate
 
@@ -67,7 +68,7 @@ def forward(
     positions: jax.Array,
     lengths: jax.Array,
     mask: jax.Array | None,
-    prefix: tuple[KeyValues, ...] | None = None,
+    prefix: Caches | None = None,
     prefix_length: jax.Array | None = None,
     kernel: str = "plain",
 ) -> tuple[jax.Array, tuple[KeyValues, ...]]:
@@ -90,11 +91,9 @@ def forward(
         if config.query_key_norm:  # of each head alone, before the rotation
             query = layers.rms_norm(query, layer["query_norm"], block.norm_eps)
             key = layers.rms_norm(key, layer["key_norm"], block.norm_eps)
-        rows = layers.as_rows(rotate(key, cos, sin), value)
-        parts = [Part(rows, mask)]
-        if prefix is not None:
-            parts.insert(0, Part(prefix[index], Filled(prefix_length)))
-        attended = attention(rotate(query, cos, sin), parts, kernel)
+        before = None if prefix is None else Part(prefix[index], Filled(prefix_length))
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        attended, rows = self_attention(query, key, value, mask, before, kernel)
         x = x + layers.attention_output(attended, layer["attention_output"], layer.get("attention_output_bias"))
         normed = layers.rms_norm(x, layer["mlp_norm"], block.norm_eps)
         x = x + layers.mlp(normed, layer["gate_up"], layer["down"], layer.get("gate_up_bias"), layer.get("down_bias"))

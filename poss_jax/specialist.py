@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax import layers
-from poss_jax.attention import KeyValues, Part, attention
+from poss_jax.attention import KeyValues, Part, as_rows, attention
 from poss_jax.config import BlockConfig, DraftConfig
 from poss_jax.int8 import widen_all
 from poss_jax.llama import ParameterSpec
@@ -59,7 +59,7 @@ class Specialist(nn.Module):
         """Inputs [b, t, h] at rotary `positions` [b, t]: query [b, t, k, g, d], keys and values [b, k, t, d]."""
         query, key, value = layers.query_key_value(x, self.query_key_value, self.query_key_value_bias)
         cos, sin = rotary(self.block.rope, self.block.head_dim, positions, positions + 1)
-        return rotate(query, cos, sin), layers.as_rows(rotate(key, cos, sin), value)
+        return rotate(query, cos, sin), as_rows(rotate(key, cos, sin), value)
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Inputs [b, t, h] and what their queries gathered [b, t, k, g, d]: predicted features [b, t, h]."""

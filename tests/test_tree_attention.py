@@ -1,8 +1,7 @@
 """The attention kernel of rounds against the plain version. On a Hopper GPU it runs; elsewhere it is interpreted, where
 JAX can do that (0.11 on), and lowered, which settles layouts and shared memory.
 
-The interpreter knows neither products that start from registers nor stores into another block's memory: the former is
-replaced by the same sum in plain jnp, and shares are merged by XLA only.
+The interpreter does not know products that start from registers: they are replaced by the same sum in plain jnp.
 """
 
 from typing import NamedTuple
@@ -15,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infer import Generator, generate
 from infer.loading import HOPPER, choose_kernel
-from poss_jax import tree, tree_attention
-from poss_jax.attention import Filled, KeyValues, Part, attention
+from poss_jax import tree, tree_attention, tree_attention_kernel
+from poss_jax.attention import Filled, KeyValues, Layer, Part, as_rows, attention, self_attention
 from poss_jax.errors import InputError
-from poss_jax.tree_attention import Tuning, default_splits, tree_bias
+from poss_jax.tree_attention import Tuning, default_splits, prefix_of, tree_bias
 from tests import golden_data
 
 INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
@@ -39,6 +38,21 @@ def random_case(batch, count, heads, group, size, slots, lengths, drafted=None, 
     query = jnp.asarray(normal(size=(batch, count, heads, group, size)), dtype)
     prefix, rows = (KeyValues(*(jnp.asarray(side, dtype) for side in pair)) for pair in (prefix, rows))
     return query, Part(prefix, Filled(jnp.array(lengths, jnp.int32))), Part(rows, jnp.asarray(mask))
+
+
+def random_rows(batch, count, heads, group, size, slots, lengths, dtype=jnp.bfloat16):
+    """What `self_attention` takes: query, key, value and mask of rows, and a prefix that is one of three layers."""
+    query, prefix, rows = random_case(batch, count, heads, group, size, slots, lengths, None, dtype)
+    key, value = (jnp.swapaxes(side, 1, 2) for side in rows.rows)
+    layers = (jnp.stack([2 * side, side, 3 * side]) for side in prefix.rows)
+    return query, key, value, rows.mask, Part(Layer(*layers, 1), prefix.mask)
+
+
+def assert_rows_attend_as_plain(attended, kept, query, key, value, mask, prefix):
+    for side, given in zip(kept, (key, value), strict=True):
+        np.testing.assert_array_equal(np.asarray(side, np.float32), np.asarray(jnp.swapaxes(given, 1, 2), np.float32))
+    alone = Part(KeyValues(prefix.rows.keys[1], prefix.rows.values[1]), prefix.mask)
+    assert_close(attended, query, alone, Part(as_rows(key, value), mask))
 
 
 def expected(query, *parts):
@@ -78,20 +92,28 @@ def test_on_the_gpu_as_plain(shape, dtype):
 
 
 @on_hopper
+@pytest.mark.parametrize("shape", [shape[:6] for shape in GPU_SHAPES if shape[6] is None], ids=str)
+def test_on_the_gpu_rows_attend_to_themselves_as_plain(shape):
+    batch, slots = shape[0], shape[5]
+    lengths = [(700 + 100 * row) % (slots + 1) for row in range(batch)]
+    rows = random_rows(*shape, lengths)
+    assert_rows_attend_as_plain(*jax.jit(lambda *rows: self_attention(*rows, "mosaic"))(*rows), *rows)
+
+
+@on_hopper
 def test_on_the_gpu_without_rows():
     query, prefix, _ = random_case(2, 1, 8, 4, 128, 512, [300, 1])
     assert_close(jax.jit(lambda query, prefix: attention(query, [prefix], "mosaic"))(query, prefix), query, prefix)
 
 
 @on_hopper
-@pytest.mark.parametrize("merge", ["cluster", "xla"])
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("block", [64, 128])
-def test_on_the_gpu_tuning_changes_nothing(merge, splits, block):
-    tuning = Tuning(splits=splits, block=block, stages=2, merge=merge)
+def test_on_the_gpu_tuning_changes_nothing(splits, block):
+    tuning = Tuning(splits=splits, block=block, stages=2)
     query, prefix, rows = case = random_case(1, 60, 8, 4, 128, 1024, [700])
     bias = tree_bias(rows.mask, 4, block)
-    attended = tree_attention.tree_attention(query, prefix.rows, prefix.mask.length, rows.rows, bias, tuning)
+    attended = tree_attention.tree_attention(query, prefix_of(prefix), rows.rows, bias, tuning)
     assert_close(attended, *case)
 
 
@@ -122,13 +144,36 @@ def test_interpreted_as_plain(
 ):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    monkeypatch.setattr(tree_attention, "_accumulate", accumulate_plainly)
+    monkeypatch.setattr(tree_attention_kernel, "_accumulate", accumulate_plainly)
     query, prefix, rows = case = random_case(batch, count, heads, group, size, slots, lengths, drafted, dtype)
-    tuning = Tuning(merge="xla", splits=splits, block=block, stages=2)
+    tuning = Tuning(splits=splits, block=block, stages=2)
     bias = tree_bias(rows.mask, group, block)
     interpreter = INTERPRETER(detect_races=True)
     run = tree_attention.tree_attention
-    assert_close(run(query, prefix.rows, prefix.mask.length, rows.rows, bias, tuning, interpreter), *case)
+    assert_close(run(query, prefix_of(prefix), rows.rows, bias, tuning, interpreter), *case)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter of Mosaic GPU kernels")
+@pytest.mark.parametrize(
+    ("batch", "count", "heads", "group", "size", "slots", "lengths", "splits"),
+    [
+        (1, 24, 2, 2, 64, 128, [70], 2),
+        (2, 8, 2, 3, 64, 64, [0, 64], 1),
+        (2, 1, 2, 4, 64, 128, [65, 1], 3),
+        (1, 1, 2, 7, 64, 64, [30], 1),  # more than a tile of heads
+    ],
+)
+def test_interpreted_rows_attend_to_themselves_as_plain(
+    monkeypatch, batch, count, heads, group, size, slots, lengths, splits
+):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    monkeypatch.setattr(tree_attention_kernel, "_accumulate", accumulate_plainly)
+    rows = random_rows(batch, count, heads, group, size, slots, lengths)
+    run, options = tree_attention.fused_tree_attention, (Tuning(splits, stages=2), INTERPRETER(detect_races=True))
+    monkeypatch.setattr(tree_attention, "fused_tree_attention", lambda *inputs: run(*inputs, *options))
+    assert_rows_attend_as_plain(*self_attention(*rows, "mosaic"), *rows)
     assert not interpret_pallas_call.get_races().races_found
 
 
@@ -143,10 +188,9 @@ def lower(run, *arguments) -> str:
     "tuning",
     [
         Tuning(),
-        Tuning(merge="xla"),
         Tuning(splits=1),
+        Tuning(splits=3),
         Tuning(splits=8, block=128, stages=2),
-        Tuning(merge="xla", splits=3, partial=jnp.float32),
     ],
     ids=str,
 )
@@ -155,11 +199,11 @@ def test_lowers_for_cuda(tuning, shape):
     *sizes, slots = shape
     query, prefix, rows = random_case(*sizes, slots, [5] * sizes[0])
 
-    def run(query, prefix, length, rows, mask):
-        bias = tree_bias(mask, query.shape[3], tuning.block)
-        return tree_attention.tree_attention(query, prefix, length, rows, bias, tuning)
+    def run(query, prefix, rows):
+        bias = tree_bias(rows.mask, query.shape[3], tuning.block)
+        return tree_attention.tree_attention(query, prefix_of(prefix), rows.rows, bias, tuning)
 
-    assert "mosaic_gpu" in lower(run, query, prefix.rows, prefix.mask.length, rows.rows, rows.mask)
+    assert "mosaic_gpu" in lower(run, query, prefix, rows)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -170,7 +214,18 @@ def test_what_rounds_ask_for_lowers_through_attention(batch, count, drafted):
     assert "mosaic_gpu" in lower(lambda query, parts: attention(query, parts, "mosaic"), query, parts)
 
 
+@pytest.mark.parametrize("count", [1, 7, 64])
+def test_rows_that_attend_to_themselves_lower(count):
+    rows = random_rows(2, count, 2, 4, 128, 128, [5, 6])
+    assert "mosaic_gpu" in lower(lambda *rows: self_attention(*rows, "mosaic"), *rows)
+
+
 # ---------------------------------------------------------------------------------------- what goes in
+
+
+def test_a_layer_among_others_is_attended_to_as_alone():
+    rows = random_rows(2, 7, 2, 4, 64, 64, [5, 6], jnp.float32)
+    assert_rows_attend_as_plain(*self_attention(*rows, "plain"), *rows)
 
 
 def test_bias_by_hand():
@@ -185,8 +240,8 @@ def test_bias_by_hand():
 
 def test_shares_fill_the_device_once():
     assert default_splits(32, 2048, 64) == 4
-    assert default_splits(8, 2048, 64) == 8
-    assert default_splits(8, 2048, 64, "xla") == 16
+    assert default_splits(8, 2048, 64) == 16
+    assert default_splits(8, 128, 64) == 2
     assert default_splits(256, 2048, 64) == 1
 
 
@@ -277,7 +332,7 @@ def test_padded_trees_change_no_token(golden, monkeypatch, plain):
     generator, prompts = golden("poss2"), list(golden_data.prompts().values())[:2]
     options = {"max_new_tokens": 24, "levels": 3, "total_nodes": 13, "draft_top_k": 4, "batch_size": 2, "plain": plain}
     whole = generator.generate(prompts, trace=not plain, **options)
-    monkeypatch.setitem(decode.NODES_MULTIPLE, "plain", 8)
+    monkeypatch.setitem(decode.LAYOUTS, "plain", decode.LAYOUTS["mosaic"])
     jax.clear_caches()
     other = Generator(generator.models)
     padded = other.generate(prompts, trace=not plain, **options)
