@@ -23,10 +23,11 @@ class Conflict(NamedTuple):
 
 def conflict(before: dict[str, Any], now: dict[str, Any]) -> Conflict | None:
     """The first one, None where all records are comparable. What only one of them has is in conflict with nothing."""
-    fixed = _fixed(now)
-    for name, value in _fixed(before).items():
-        if fixed.get(name) != value:
-            return Conflict("fixed", name, value, fixed.get(name))
+    fixed = _fixed(before), _fixed(now)
+    for name in fixed[0] | fixed[1]:
+        values = [each.get(name) for each in fixed]
+        if values[0] != values[1]:
+            return Conflict("fixed", name, *values)
     for name, about in before["sets"].items():
         if now["sets"].get(name, about) != about:
             return Conflict("sets", name, about, now["sets"][name])

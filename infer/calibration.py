@@ -48,7 +48,7 @@ LARGE = 160  # nodes of the tree of which it is counted what is accepted, or mor
 TIMED = ((2, 8), (4, 24), (6, 60), (8, 40))  # levels and nodes of the trees that are timed
 TIMED_ROUNDS, REPEATS = 16, 3
 WORTH = 1.03  # the least speed-up to draft for
-VERSION = 1  # of what is measured; results of another one do not count
+VERSION = 2  # of what is measured; results of another one do not count
 
 Rounds = Sequence[dict[str, Any]]  # as `trace.round_record` makes them
 Cost = Callable[[int, int], float]

@@ -271,8 +271,10 @@ class Results:
         return Split(*means, *caches, len(records))
 
     def drift(self, drafter: str) -> Drift:
-        """Empty where none was measured."""
-        found = [r for t in self.temperatures for r in self._of("drift", drafter, Setting(t, max(self.levels)))]
+        """At the most levels that it was measured with, and there at the lowest temperature. Empty where none was."""
+        measured = [setting for setting in self.settings if self._of("drift", drafter, setting)]
+        best = min(measured, key=lambda setting: (-setting.levels, setting.temperature), default=None)
+        found = self._of("drift", drafter, best) if best else []
         sums = {
             name: [sum(column) for column in zip(*(record[name] for record in found), strict=True)]
             for name in ("cosine", "rows", "reached", "accepted")

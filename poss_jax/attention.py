@@ -20,8 +20,8 @@ class KeyValues(NamedTuple):
     values: jax.Array
 
 
-class Layer(NamedTuple):
-    """One layer of caches that lie in one array, [l, b, k, s, d] each. "mosaic" reads it there; others copy it out."""
+class StackedLayer(NamedTuple):
+    """One layer of caches that lie in one array, [b, l, k, s, d] each. "mosaic" reads it there; others copy it out."""
 
     keys: jax.Array
     values: jax.Array
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     causal: the keys are those of the query rows, of which each sees itself and the ones before it.
     """
 
-    rows: KeyValues | Layer
+    rows: KeyValues | StackedLayer
     mask: jax.Array | Filled | None
 
 
@@ -51,8 +51,10 @@ def as_rows(key: jax.Array, value: jax.Array) -> KeyValues:
 def self_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, prefix: Part | None, kernel: str
 ) -> tuple[jax.Array, KeyValues]:
-    """Rows attend to themselves as `mask` says (see `Part`), and to a prefix: what `attention` gives, and their keys
-    and values for a cache. `query` [b, t, k, g, d], `key` and `value` [b, t, k, d].
+    """Rows attend to themselves and to a prefix: `query` [b, t, k, g, d], `key` and `value` [b, t, k, d] give what was
+    attended [b, t, k, g, d], and the rows for a cache, [b, k, t, d].
+
+    `mask` [b or 1, t, t]: see `Part`. "mosaic" needs it, and a prefix that is `Filled`.
     """
     if kernel == "mosaic":
         from poss_jax import tree_attention
@@ -92,9 +94,11 @@ def attention(query: jax.Array, parts: Sequence[Part], kernel: str = "plain") ->
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
 
 
-def _copied(rows: KeyValues | Layer) -> KeyValues:
+def _copied(rows: KeyValues | StackedLayer) -> KeyValues:
     """A layer by itself."""
-    return KeyValues(rows.keys[rows.index], rows.values[rows.index]) if isinstance(rows, Layer) else rows
+    if isinstance(rows, StackedLayer):
+        return KeyValues(rows.keys[:, rows.index], rows.values[:, rows.index])
+    return rows
 
 
 def fused_attention(query: jax.Array, rows: KeyValues, mask: jax.Array | None, *, return_residual: bool = False):

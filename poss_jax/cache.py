@@ -2,29 +2,30 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from poss_jax.attention import KeyValues, Layer
+from poss_jax.attention import KeyValues, StackedLayer
 from poss_jax.config import BlockConfig
 
 
-@struct.dataclass
-class Stack:
-    """Caches of all layers in one array each, [l, b, k, s, d], so that a round writes to all of them in two kernels and
-    not in two a layer. For readers that find their layer themselves: XLA would copy it out.
+class Stack(NamedTuple):
+    """Caches of all layers in one array each, [b, l, k, s, d], so that a round writes to all of them at once and not to
+    each. For readers that find their layer themselves: XLA would copy it out.
     """
 
     keys: jax.Array
     values: jax.Array
 
-    def __getitem__(self, index: int) -> Layer:
-        return Layer(self.keys, self.values, index)
-
 
 Caches = tuple[KeyValues, ...] | Stack  # of the layers of a target
+
+
+def layer(caches: Caches, index: int) -> KeyValues | StackedLayer:
+    """Of a stack where it lies."""
+    return StackedLayer(*caches, index) if isinstance(caches, Stack) else caches[index]
 
 
 def empty(block: BlockConfig, batch: int, slots: int, dtype: jnp.dtype) -> KeyValues:
@@ -36,19 +37,23 @@ def empty(block: BlockConfig, batch: int, slots: int, dtype: jnp.dtype) -> KeyVa
 def fill(block: BlockConfig, rows: Sequence[KeyValues], slots: int, stacked: bool) -> Caches:
     """Caches of `slots` slots that begin with these rows, [b, k, t, d] for each layer."""
     batch, dtype = rows[0].keys.shape[0], rows[0].keys.dtype
-    start = jnp.zeros((batch,), jnp.int32)
     if not stacked:
+        start = jnp.zeros((batch,), jnp.int32)
         return tuple(write(empty(block, batch, slots, dtype), some, start) for some in rows)
-    nothing = jnp.zeros((len(rows), batch, block.num_kv_heads, slots, block.head_dim), dtype)
-    return write_layers(Stack(nothing, nothing), rows, start)
+    shape = (batch, len(rows), block.num_kv_heads, slots, block.head_dim)
+    caches = Stack(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    for index, some in enumerate(rows):  # one after the other: all rows of a prompt once more would be a second cache
+        sides = zip(caches, some, strict=True)
+        caches = Stack(*(jax.lax.dynamic_update_slice(old, new[:, None], (0, index, 0, 0, 0)) for old, new in sides))
+    return caches
 
 
 def write_layers(caches: Caches, rows: Sequence[KeyValues], start: jax.Array) -> Caches:
     """`write` to every layer."""
     if not isinstance(caches, Stack):
         return tuple(write(old, new, start) for old, new in zip(caches, rows, strict=True))
-    sides = zip((caches.keys, caches.values), zip(*rows, strict=True), strict=True)
-    return Stack(*(write_rows(old, jnp.stack(new), start, axis=2, batch_axis=1) for old, new in sides))
+    sides = zip(caches, zip(*rows, strict=True), strict=True)
+    return Stack(*(write_rows(old, jnp.stack(new, axis=1), start, axis=2) for old, new in sides))
 
 
 def write(cache: KeyValues, rows: KeyValues, start: jax.Array) -> KeyValues:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from poss_jax import layers
+from poss_jax import cache, layers
 from poss_jax.attention import Filled, KeyValues, Part, self_attention
-from poss_jax.cache import Caches
 from poss_jax.config import TargetConfig
 from poss_jax.rotary import rotary, rotate
 
@@ -68,7 +67,7 @@ def forward(
     positions: jax.Array,
     lengths: jax.Array,
     mask: jax.Array | None,
-    prefix: Caches | None = None,
+    prefix: cache.Caches | None = None,
     prefix_length: jax.Array | None = None,
     kernel: str = "plain",
 ) -> tuple[jax.Array, tuple[KeyValues, ...]]:
@@ -91,7 +90,7 @@ def forward(
         if config.query_key_norm:  # of each head alone, before the rotation
             query = layers.rms_norm(query, layer["query_norm"], block.norm_eps)
             key = layers.rms_norm(key, layer["key_norm"], block.norm_eps)
-        before = None if prefix is None else Part(prefix[index], Filled(prefix_length))
+        before = None if prefix is None else Part(cache.layer(prefix, index), Filled(prefix_length))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         attended, rows = self_attention(query, key, value, mask, before, kernel)
         x = x + layers.attention_output(attended, layer["attention_output"], layer.get("attention_output_bias"))

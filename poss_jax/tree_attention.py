@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from poss_jax.attention import KERNEL_HEAD_SIZES, KERNEL_TILE, Filled, KeyValues, Layer, Part, as_rows
-from poss_jax.tree_attention_kernel import MASKED, ROWS, Lying, Prefix, Tuning, Work, run
+from poss_jax.attention import KERNEL_HEAD_SIZES, KERNEL_TILE, Filled, KeyValues, Part, StackedLayer, as_rows
+from poss_jax.tree_attention_kernel import MASKED, ROWS, Heads, Lying, Prefix, Tuning, run
 
 MOST_SPLITS = 32
 MULTIPROCESSORS = 132
@@ -27,10 +27,10 @@ def prefix_of(part: Part) -> Prefix:
     """Of a part that is `Filled`. Of a layer among others the whole array is passed on, and no slice copied."""
     rows, length = part.rows, part.mask.length
     places = np.arange(length.shape[0], dtype=np.int32)  # constants: otherwise a kernel in every layer
-    if not isinstance(rows, Layer):
+    if not isinstance(rows, StackedLayer):
         return Prefix(*rows, jnp.asarray(places), length)
     sides = (side.reshape(-1, *side.shape[2:]) for side in (rows.keys, rows.values))
-    return Prefix(*sides, jnp.asarray(places + rows.index * places.size), length)
+    return Prefix(*sides, jnp.asarray(places * rows.keys.shape[1] + rows.index), length)
 
 
 def attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
@@ -96,13 +96,16 @@ def tree_attention(
     `tuning.block`; every query row must see a key. `interpret`: parameters of the CPU interpreter, for tests.
     """
     batch, count, heads, group, size = query.shape
-    _check(query, prefix, rows, bias, tuning)
+    _check(query.shape, query.dtype, prefix, bias, rows.keys.shape[2], tuning)
+    for side in rows:
+        if side.shape != (expected := (batch, heads, rows.keys.shape[2], size)) or side.dtype != query.dtype:
+            raise ValueError(f"rows are {side.dtype} {side.shape}, expected {query.dtype} {expected}")
     if count == 1:
-        queries = Lying(query.reshape(batch * heads, group, 1, size), 0, 0)
-        sides = [Lying(side.reshape(batch * heads, -1, 1, size), 0, 0) for side in rows]
+        queries = Lying(query.reshape(batch * heads, group, 1, size), Heads(0, 0))
+        sides = [Lying(side.reshape(batch * heads, -1, 1, size), Heads(0, 0)) for side in rows]
     else:
-        queries = Lying(query.reshape(batch, count, heads * group, size), group, 0)
-        sides = [Lying(jnp.swapaxes(side, 1, 2), 1, 0) for side in rows]
+        queries = Lying(query.reshape(batch, count, heads * group, size), Heads(group, 0))
+        sides = [Lying(jnp.swapaxes(side, 1, 2), Heads(1, 0)) for side in rows]
     return _attend(queries, sides, prefix, bias, query.shape, tuning, interpret)
 
 
@@ -119,15 +122,15 @@ def fused_tree_attention(
     """
     batch, count, heads, each, size = fused.shape
     group = each - 2
-    rows = as_rows(fused[..., -2, :], fused[..., -1, :])
-    _check(fused[..., :-2, :], prefix, rows, bias, tuning)
+    shape = (batch, count, heads, group, size)
+    _check(shape, fused.dtype, prefix, bias, count, tuning)
     if count == 1:  # beyond the queries come two rows that are none: what they gather is left out
-        queries = Lying(fused.reshape(batch * heads, each, 1, size), 0, 0)
-        sides = [Lying(fused.reshape(batch * heads, 1, each, size), 0, side) for side in (group, group + 1)]
+        queries = Lying(fused.reshape(batch * heads, each, 1, size), Heads(0, 0))
+        sides = [Lying(fused.reshape(batch * heads, 1, each, size), Heads(0, side)) for side in (group, group + 1)]
     else:
-        queries = Lying(fused.reshape(batch, count, heads * each, size), each, 0)
-        sides = [queries._replace(first=side) for side in (group, group + 1)]
-    return _attend(queries, sides, prefix, bias, (*fused.shape[:3], group, size), tuning, interpret)
+        queries = Lying(fused.reshape(batch, count, heads * each, size), Heads(each, 0))
+        sides = [queries._replace(heads=Heads(each, side)) for side in (group, group + 1)]
+    return _attend(queries, sides, prefix, bias, shape, tuning, interpret)
 
 
 def _attend(
@@ -152,9 +155,14 @@ def _attend(
         blocks = batch * heads * group * pl.cdiv(count, ROWS)
         splits = default_splits(blocks, prefix.keys.shape[2], tuning.block)
     queries, *rows = (source._replace(array=_pad(source.array, 1)) for source in (queries, *rows))
-    work = Work(queries, tuple(rows), group, dataclasses.replace(tuning, splits=splits))
-    attended = _run(work, prefix, bias, (batch, count, heads * group, size), interpret)
-    return attended.reshape(shape)
+    tuning = dataclasses.replace(tuning, splits=splits)
+    attended, highest, total = run(
+        queries, rows, prefix, bias, (batch, count, heads * group, size), group, tuning, interpret
+    )
+    if splits == 1:
+        return attended[0, :, :count].reshape(shape)
+    shares = attended[..., :count, :], highest[..., :count], total[..., :count]
+    return jnp.swapaxes(_merge(*map(tuple, shares)), 1, 2).reshape(shape)
 
 
 def _each_head(prefix: Prefix, heads: int) -> Prefix:
@@ -177,21 +185,20 @@ def _pad(array: jax.Array, axis: int) -> jax.Array:
     return jnp.pad(array, widths)
 
 
-def _check(query, prefix, rows, bias, tuning):
-    batch, count, heads, group, size = query.shape
+def _check(shape, dtype, prefix: Prefix, bias: jax.Array, drafted: int, tuning: Tuning) -> None:
+    """Raises ValueError for what the kernel is not written for; `shape` [b, t, k, g, d], and `drafted` rows besides."""
+    batch, count, heads, group, size = shape
     if size not in KERNEL_HEAD_SIZES:
         raise ValueError(f"head size {size} is not one of {KERNEL_HEAD_SIZES}")
-    dtypes = {jnp.dtype(side.dtype) for side in (query, prefix.keys, prefix.values, *rows)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}:
+    dtypes = {jnp.dtype(each) for each in (dtype, prefix.keys.dtype, prefix.values.dtype)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(each) for each in DTYPES}:
         raise ValueError(f"query, keys and values must all be bfloat16 or all float16, not {sorted(map(str, dtypes))}")
-    slots, drafted = prefix.keys.shape[2], rows.keys.shape[2]
+    slots = prefix.keys.shape[2]
     if slots % KERNEL_TILE:
         raise ValueError(f"{slots} cache slots are not a multiple of {KERNEL_TILE}")
-    cached, drafted_rows = (prefix.keys.shape[0], heads, slots, size), (batch, heads, drafted, size)
-    for name, pair, shape in (("prefix", prefix[:2], cached), ("rows", rows, drafted_rows)):
-        for side in pair:
-            if side.shape != shape:
-                raise ValueError(f"{name} has shape {side.shape}, expected {shape}")
+    for side in (prefix.keys, prefix.values):
+        if side.shape != (expected := (prefix.keys.shape[0], heads, slots, size)):
+            raise ValueError(f"prefix has shape {side.shape}, expected {expected}")
     for name in ("places", "length"):
         each = getattr(prefix, name)
         if each.shape != (batch,) or each.dtype != jnp.int32:
@@ -202,18 +209,8 @@ def _check(query, prefix, rows, bias, tuning):
         raise ValueError(f"bias {bias.dtype} {bias.shape} is not tree_bias(mask, {group}, {tuning.block})")
     if count == 1 and group > ROWS:
         raise ValueError(f"{group} query heads per KV head exceed {ROWS}")
-    if tuning.block not in (64, 128) or tuning.stages < 2:
+    if tuning.block not in (64, 128) or tuning.stages < 2 or (tuning.splits or 1) < 1:
         raise ValueError(f"unsupported tuning: {tuning}")
-
-
-def _run(work: Work, prefix: Prefix, bias: jax.Array, shape: tuple[int, ...], interpret: object) -> jax.Array:
-    """[b, t, heads, d] = `shape`."""
-    count = shape[1]
-    attended, highest, total = run(work, prefix, bias, shape, interpret)
-    if work.tuning.splits == 1:
-        return attended[0, :, :count]
-    shares = attended[..., :count, :], highest[..., :count], total[..., :count]
-    return jnp.swapaxes(_merge(*map(tuple, shares)), 1, 2)
 
 
 def _merge(attended: Sequence[jax.Array], highest: Sequence[jax.Array], total: Sequence[jax.Array]) -> jax.Array:

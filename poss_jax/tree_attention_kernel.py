@@ -8,6 +8,7 @@ known to the kernel only, so a growing cache compiles nothing anew. Each block h
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,12 +34,18 @@ class Tuning:
     stages: int = 3  # key blocks in flight
 
 
-class Lying(NamedTuple):
-    """An array [b, rows, heads, d], and where heads lie in it: the j-th of KV head i is stride * i + first + j."""
+class Heads(NamedTuple):
+    """Where heads lie along an axis: the j-th of KV head i at stride * i + first + j."""
 
-    array: jax.Array
     stride: int
     first: int
+
+
+class Lying(NamedTuple):
+    """An array [b, rows, heads, d], and where in it the heads in question lie."""
+
+    array: jax.Array
+    heads: Heads
 
 
 class Prefix(NamedTuple):
@@ -62,19 +69,18 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-class Work(NamedTuple):
-    """What the kernel is to do, as far as it is known when it is compiled. `group`: query heads of a KV head."""
+class _Layout(NamedTuple):
+    """What the kernel knows when it is compiled. `group`: query heads of a KV head."""
 
-    queries: Lying
-    rows: tuple[Lying, Lying]  # keys and values
+    queries: Heads
+    rows: tuple[Heads, Heads]  # keys and values
     group: int
     tuning: Tuning
 
 
-def _buffers(work: Work, bias: jax.Array) -> dict:
+def _buffers(size: int, dtype: jnp.dtype, drafted: int, tuning: Tuning) -> dict:
     """Shared memory of `_share`: the query, rings of key blocks and, for those of the tree, biases; their barriers."""
-    tuning, size, dtype = work.tuning, work.queries.array.shape[-1], work.queries.array.dtype
-    bias_stages = min(tuning.stages, bias.shape[2] // tuning.block)
+    bias_stages = min(tuning.stages, drafted // tuning.block)
     return {
         "query": _tiled((ROWS, size), dtype),
         "keys": _tiled((tuning.stages, tuning.block, size), dtype),
@@ -96,15 +102,16 @@ class _Place(NamedTuple):
     split: jax.Array
 
 
-def _share(work: Work, refs, place: _Place, buffers):
+def _share(layout: _Layout, refs, place: _Place, buffers):
     """Attends 64 rows of one head to one share of the keys.
 
     Returns the unnormalised sum [64, d]; a whole number close to the maximum of scores times log2(e) [64], from which
     the exponents of weights are counted; and the sum of weights [64]. A share without keys gives 0, LOWEST, 0.
     """
     query, keys, values, places, lengths, row_keys, row_values, bias = refs
-    tuning, block, stages, size = work.tuning, work.tuning.block, work.tuning.stages, query.shape[-1]
-    kv_head, of_group = lax.div(place.head, jnp.int32(work.group)), lax.rem(place.head, jnp.int32(work.group))
+    tuning, size = layout.tuning, query.shape[-1]
+    block, stages = tuning.block, tuning.stages
+    kv_head, of_group = lax.div(place.head, jnp.int32(layout.group)), lax.rem(place.head, jnp.int32(layout.group))
     mask_batch = place.batch if bias.shape[0] > 1 else 0
     cached, length = places[place.batch], lengths[place.batch]
     filled = lax.div(length + jnp.int32(block - 1), jnp.int32(block))  # blocks of the cache
@@ -112,8 +119,8 @@ def _share(work: Work, refs, place: _Place, buffers):
     start = lax.div(total * place.split, jnp.int32(tuning.splits))
     stop = lax.div(total * (place.split + 1), jnp.int32(tuning.splits))
 
-    def rows_at(source: Lying, first, count: int, of_head=0):
-        return place.batch, pl.ds(first, count), kv_head * source.stride + source.first + of_head
+    def rows_at(heads: Heads, first, count: int, of_group=0):
+        return place.batch, pl.ds(first, count), kv_head * heads.stride + heads.first + of_group
 
     def bias_of(index):
         slot = lax.rem(index - filled, jnp.int32(buffers["bias"].shape[0]))
@@ -136,10 +143,10 @@ def _share(work: Work, refs, place: _Place, buffers):
             first = (index - filled) * block
             at = (mask_batch, pl.ds(place.first_row, ROWS), pl.ds(first, block))
             plgpu.copy_gmem_to_smem(bias.at[at], *bias_of(index))
-            at = [rows_at(source, first, block) for source in work.rows]
+            at = [rows_at(heads, first, block) for heads in layout.rows]
             copy(row_keys.at[at[0]], row_values.at[at[1]])
 
-    at = rows_at(work.queries, place.first_row, ROWS, of_group)
+    at = rows_at(layout.queries, place.first_row, ROWS, of_group)
     plgpu.copy_gmem_to_smem(query.at[at], buffers["query"], buffers["query_ready"])
     for stage in range(stages):
         pl.when(start + stage < stop)(functools.partial(load, start + stage))
@@ -164,7 +171,7 @@ def _share(work: Work, refs, place: _Place, buffers):
         else:
             columns = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=plgpu.Layout.WGMMA)
             scores = jnp.where(columns < length - index * block, scores, MASKED)
-        # Whole, so that shares are merged by changing exponents: see `_merge`.
+        # Whole, so that shares are merged by changing exponents: see `tree_attention._merge`.
         near = lax.round(scores.max(axis=1) * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
         new_highest = jnp.maximum(highest, near)
         kept = jnp.exp2(highest - new_highest)
@@ -212,24 +219,32 @@ def _place() -> _Place:
 
 
 def run(
-    work: Work, prefix: Prefix, bias: jax.Array, shape: tuple[int, ...], interpret: object
+    queries: Lying,
+    rows: Sequence[Lying],
+    prefix: Prefix,
+    bias: jax.Array,
+    shape: tuple[int, ...],
+    group: int,
+    tuning: Tuning,
+    interpret: object,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What each share of the keys gives for `shape` [b, t, heads, d]: the softmax over it alone, and of every row what
-    its weights were counted from and their sum, both float32 [splits, b, heads, t or more].
+    """What each share of the keys gives for `shape` [b, t, heads, d], `group` heads to a KV head: the softmax over it
+    alone, and of every row what its weights were counted from and their sum, both float32 [splits, b, heads, t or
+    more]. `rows`: keys and values.
 
     A single share is all: [1, b, t or more, heads, d]. Of several, heads come before rows, as in what belongs to rows,
     which XLA would transpose in kernels of their own.
     """
     batch, count, heads, size = shape
-    splits, dtype = work.tuning.splits, work.queries.array.dtype
-    rows = count if count <= KERNEL_TILE else pl.cdiv(count, KERNEL_TILE) * KERNEL_TILE
-    tiles = pl.cdiv(rows, ROWS)
-    by_head = (heads, rows) if splits > 1 else (rows, heads)
+    splits, dtype = tuning.splits, queries.array.dtype
+    padded = count if count <= KERNEL_TILE else pl.cdiv(count, KERNEL_TILE) * KERNEL_TILE
+    tiles = pl.cdiv(padded, ROWS)
+    layout = _Layout(queries.heads, tuple(side.heads for side in rows), group, tuning)
 
     def kernel(*refs, attended_buffer, highest_buffer, total_buffer, **buffers):
         *inputs, attended_out, highest_out, total_out = refs
         place = _place()
-        attended, highest, total = _share(work, inputs, place, buffers)
+        attended, highest, total = _share(layout, inputs, place, buffers)
         inverse = 1.0 / jnp.maximum(total, 1e-30)  # there is a share without keys
         attended = attended * lax.broadcast_in_dim(inverse, attended.shape, [0])
         attended_buffer[...] = attended.astype(dtype)
@@ -242,20 +257,20 @@ def run(
             plgpu.copy_smem_to_gmem(of_row, out.at[place.split, place.batch, place.head, some])
         plgpu.wait_smem_to_gmem(0)
 
+    by_head = (heads, padded) if splits > 1 else (padded, heads)
     of_rows = jax.ShapeDtypeStruct((splits, batch, heads, tiles * ROWS), jnp.float32)
+    results = {
+        "attended_buffer": _tiled((ROWS, size), dtype),
+        "highest_buffer": plgpu.SMEM((ROWS,), jnp.float32),
+        "total_buffer": plgpu.SMEM((ROWS,), jnp.float32),
+    }
     call = plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((splits, batch, *by_head, size), dtype), of_rows, of_rows),
-        scratch_types=_buffers(work, bias)
-        | {
-            "attended_buffer": _tiled((ROWS, size), dtype),
-            "highest_buffer": plgpu.SMEM((ROWS,), jnp.float32),
-            "total_buffer": plgpu.SMEM((ROWS,), jnp.float32),
-        },
+        scratch_types=_buffers(size, dtype, bias.shape[2], tuning) | results,
         grid=(splits, heads, tiles, batch),
         grid_names=("split", "head", "tile", "batch"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    keys, values = (source.array for source in work.rows)
-    return call(work.queries.array, *prefix, keys, values, bias)
+    return call(queries.array, *prefix, *(side.array for side in rows), bias)

@@ -62,6 +62,25 @@ def timing(drafter: str, seconds: float) -> dict:
     return {**key, "drafted": drafted, "plain": {**drafted, "rounds": 40, "decode_seconds": 4.0}}
 
 
+def drifted(drafter: str, temperature: float, levels: int, cosine: float) -> dict:
+    """Drift over so many positions, each with ten rows of this cosine similarity."""
+    key = {"kind": "drift", "drafter": drafter, "training_seed": 0, "set": "qa", "question": "0", "turn": 0}
+    key |= {"temperature": temperature, "seed": 0, "levels": levels}
+    counts = {name: [10] * levels for name in ("rows", "reached", "accepted")}
+    return {**key, **counts, "cosine": [10 * cosine] * levels}
+
+
+def test_drift_is_shown_where_each_drafter_has_most_levels_and_at_one_temperature():
+    """Parts of a study that were joined need not have drafted as deep, nor at the same temperatures."""
+    joined = study({"a": {"qa/0": [1]}, "b": {"qa/0": [1]}})
+    joined.description.update(temperatures=[0.0, 1.0], levels=[2, 6])
+    joined.records.extend([drifted("a", 0.0, 2, 0.5), drifted("b", 1.0, 6, 0.1), drifted("b", 0.0, 6, 0.8)])
+    results = Results(joined)
+    assert results.drift("a").cosine == [0.5, 0.5]
+    assert results.drift("b").cosine == pytest.approx([0.8] * 6)
+    assert Results(study({"a": {"qa/0": [1]}})).drift("a").cosine == []
+
+
 def test_a_drafter_that_is_better_on_every_question_beats_the_other():
     first = {f"qa/{n}": [1, 1 + n % 2, 2] for n in range(12)}
     second = {f"qa/{n}": [2, 2 + n % 2, 2 + n % 3] for n in range(12)}

@@ -1,13 +1,16 @@
 """Caches of layers apart, and of all layers in one array."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax import cache
+from poss_jax import cache, decode
 from poss_jax.attention import KeyValues
 from poss_jax.config import BlockConfig, RopeConfig
+from tests.test_program import batch_of
 
 BLOCK = BlockConfig(16, 32, 4, 2, 8, 1e-5, RopeConfig())  # 2 KV heads of 8
 SLOTS, LAYERS = 12, 3
@@ -26,11 +29,12 @@ def test_a_stack_holds_what_layers_apart_hold(batch):
     apart, stacked = (
         cache.write_layers(cache.fill(BLOCK, first, SLOTS, stacked), then, start) for stacked in (False, True)
     )
-    assert stacked.keys.shape == (LAYERS, batch, 2, SLOTS, 8)
+    assert stacked.keys.shape == (batch, LAYERS, 2, SLOTS, 8)
     for index, layer in enumerate(apart):
-        of_stack = stacked[index]
-        np.testing.assert_array_equal(of_stack.keys[of_stack.index], layer.keys)
-        np.testing.assert_array_equal(of_stack.values[of_stack.index], layer.values)
+        of_stack = cache.layer(stacked, index)
+        assert cache.layer(apart, index) is layer
+        np.testing.assert_array_equal(of_stack.keys[:, of_stack.index], layer.keys)
+        np.testing.assert_array_equal(of_stack.values[:, of_stack.index], layer.values)
     for row in range(batch):  # by hand: the second rows lie over the first ones, and nothing behind them
         place = int(start[row])
         np.testing.assert_array_equal(apart[1].keys[row, :, place : place + 4], then[1].keys[row])
@@ -38,13 +42,35 @@ def test_a_stack_holds_what_layers_apart_hold(batch):
         assert not apart[1].keys[row, :, max(place + 4, 5) :].any()
 
 
-@pytest.mark.parametrize("batch_axis", [0, 1])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_rows_are_written_along_any_axis(batch, batch_axis):
-    buffer = jnp.zeros((batch, 3, 6)) if batch_axis == 0 else jnp.zeros((3, batch, 6))
-    rows = jnp.ones((*buffer.shape[:2], 2))
-    written = cache.write_rows(buffer, rows, jnp.array([4, 1][:batch]), axis=1, batch_axis=batch_axis)
-    expected = [[0, 0, 0, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
-    for row in range(batch):
-        of_row = jax.lax.index_in_dim(written, row, batch_axis, keepdims=False)
-        np.testing.assert_array_equal(of_row, np.array([expected[row]] * 3))
+def test_a_stack_grows_like_layers_apart(tiny):
+    batch = batch_of(tiny, [[0, 5]], max_new_tokens=4)
+    batch.start()
+    apart = batch.state.target_caches
+    slots = apart[0].keys.shape[2] + 8
+    stack = cache.Stack(*(jnp.stack(side, axis=1) for side in zip(*apart, strict=True)))
+    grown = decode.grow(batch.state, slots).target_caches
+    of_stack = decode.grow(batch.state.replace(target_caches=stack), slots).target_caches
+    for index, layer in enumerate(grown):
+        assert layer.keys.shape[2] == slots
+        np.testing.assert_array_equal(of_stack.keys[:, index], layer.keys)
+        np.testing.assert_array_equal(of_stack.values[:, index], layer.values)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["apart", "stacked"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rounds_write_in_place(batch, stacked):
+    """A loop that is given caches and may keep them needs memory for the rows that it writes, and for nothing else."""
+    caches = cache.fill(BLOCK, random_rows(batch, 2, 0), 4096, stacked)
+    rows = random_rows(batch, 3, 1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def rounds(caches, start):
+        def one_more(carry):
+            caches, start = carry
+            return cache.write_layers(caches, rows, start), start + 3
+
+        return jax.lax.while_loop(lambda carry: carry[1][0] < 3000, one_more, (caches, start))
+
+    memory = rounds.lower(caches, jnp.full(batch, 2)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < jax.tree.leaves(caches)[0].nbytes / 4
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(caches))

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from infer import Generator, generate
 from infer.loading import HOPPER, choose_kernel
 from poss_jax import tree, tree_attention, tree_attention_kernel
-from poss_jax.attention import Filled, KeyValues, Layer, Part, as_rows, attention, self_attention
+from poss_jax.attention import Filled, KeyValues, Part, StackedLayer, as_rows, attention, self_attention
 from poss_jax.errors import InputError
 from poss_jax.tree_attention import Tuning, default_splits, prefix_of, tree_bias
 from tests import golden_data
@@ -44,14 +44,14 @@ def random_rows(batch, count, heads, group, size, slots, lengths, dtype=jnp.bflo
     """What `self_attention` takes: query, key, value and mask of rows, and a prefix that is one of three layers."""
     query, prefix, rows = random_case(batch, count, heads, group, size, slots, lengths, None, dtype)
     key, value = (jnp.swapaxes(side, 1, 2) for side in rows.rows)
-    layers = (jnp.stack([2 * side, side, 3 * side]) for side in prefix.rows)
-    return query, key, value, rows.mask, Part(Layer(*layers, 1), prefix.mask)
+    layers = (jnp.stack([2 * side, side, 3 * side], axis=1) for side in prefix.rows)
+    return query, key, value, rows.mask, Part(StackedLayer(*layers, 1), prefix.mask)
 
 
 def assert_rows_attend_as_plain(attended, kept, query, key, value, mask, prefix):
     for side, given in zip(kept, (key, value), strict=True):
         np.testing.assert_array_equal(np.asarray(side, np.float32), np.asarray(jnp.swapaxes(given, 1, 2), np.float32))
-    alone = Part(KeyValues(prefix.rows.keys[1], prefix.rows.values[1]), prefix.mask)
+    alone = Part(KeyValues(prefix.rows.keys[:, 1], prefix.rows.values[:, 1]), prefix.mask)
     assert_close(attended, query, alone, Part(as_rows(key, value), mask))
 
 
@@ -76,6 +76,9 @@ GPU_SHAPES = [  # batch, count, heads, group, size, slots, drafted
     (8, 60, 8, 4, 128, 1024, None),
     (2, 100, 2, 2, 64, 1024, None),
     (1, 24, 8, 4, 128, 1000, None),
+    *[(batch, count, 2, 7, 128, 1024, None) for batch in (1, 3) for count in (1, 9)],  # 9 heads to a KV head
+    (2, 1, 2, 4, 64, 1024, 5),  # draft trees of one node a level
+    (1, 1, 3, 7, 128, 1024, 70),
 ]
 
 
@@ -137,6 +140,8 @@ def accumulate_plainly(attended, weights, values):
         (1, 5, 1, 1, 64, 128, [0], None, 4, 64, jnp.bfloat16),  # shares without keys
         (1, 10, 1, 2, 64, 128, [70], 50, 2, 64, jnp.bfloat16),  # levels of a draft
         (1, 24, 1, 1, 64, 384, [300], None, 2, 128, jnp.bfloat16),
+        (2, 1, 2, 4, 64, 128, [70, 5], 5, 2, 64, jnp.bfloat16),  # draft trees of one node a level
+        (1, 1, 2, 7, 64, 64, [20], 70, 3, 64, jnp.float16),
     ],
 )
 def test_interpreted_as_plain(
@@ -161,7 +166,9 @@ def test_interpreted_as_plain(
         (1, 24, 2, 2, 64, 128, [70], 2),
         (2, 8, 2, 3, 64, 64, [0, 64], 1),
         (2, 1, 2, 4, 64, 128, [65, 1], 3),
-        (1, 1, 2, 7, 64, 64, [30], 1),  # more than a tile of heads
+        (1, 1, 2, 7, 64, 64, [30], 2),  # more than a tile of heads
+        (1, 9, 1, 7, 64, 64, [30], 1),
+        (1, 70, 1, 2, 64, 64, [30], 2),  # two tiles of rows
     ],
 )
 def test_interpreted_rows_attend_to_themselves_as_plain(
@@ -226,6 +233,23 @@ def test_rows_that_attend_to_themselves_lower(count):
 def test_a_layer_among_others_is_attended_to_as_alone():
     rows = random_rows(2, 7, 2, 4, 64, 64, [5, 6], jnp.float32)
     assert_rows_attend_as_plain(*self_attention(*rows, "plain"), *rows)
+
+
+def test_shares_are_merged_as_one_softmax():
+    """Far apart, close together and without keys, against float64."""
+    random = np.random.default_rng(0)
+    scores = random.normal(size=(4, 1, 2, 6, 10)) * 3  # of four shares: b, heads, t, keys
+    scores[1] += np.array([0, 50, 200, 5000, -5000, 0])[:, None]
+    scores[2, ..., 5, :] = -np.inf  # a row that sees nothing there
+    values = random.normal(size=(4, 1, 2, 10, 8))
+    highest = np.where(np.isinf(scores.max(-1)), -1e30, np.round(scores.max(-1)))
+    weights = np.exp2(scores - highest[..., None])
+    total = weights.sum(-1)
+    attended = np.einsum("sbhtk,sbhkd->sbhtd", weights, values) / np.maximum(total, 1e-30)[..., None]
+    merged = tree_attention._merge(*(list(jnp.asarray(part, jnp.float32)) for part in (attended, highest, total)))
+    of_all = np.exp2(scores - scores.max(axis=(0, -1), keepdims=True))
+    whole = np.einsum("sbhtk,sbhkd->bhtd", of_all, values) / of_all.sum(axis=(0, -1))[..., None]
+    np.testing.assert_allclose(merged, whole, atol=1e-6)
 
 
 def test_bias_by_hand():
