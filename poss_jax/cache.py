@@ -64,13 +64,13 @@ def write(cache: KeyValues, rows: KeyValues, start: jax.Array) -> KeyValues:
     return KeyValues(*(write_rows(old, new, start, axis=1) for old, new in zip(cache, rows, strict=True)))
 
 
-def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, axis: int = 0, batch_axis: int = 0) -> jax.Array:
+def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, axis: int = 0) -> jax.Array:
     """`dynamic_update_slice` along `axis` (batch not counted) at a place of its own in each batch row."""
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[batch_axis] == 1:  # a plain slice update; under vmap it becomes a scatter, which is slower
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis + (axis >= batch_axis))
+    if buffer.shape[0] == 1:  # a plain slice update; under vmap it becomes a scatter, which is slower
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis + 1)
     update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-    return jax.vmap(update, in_axes=(batch_axis, batch_axis, 0), out_axes=batch_axis)(buffer, rows, start)
+    return jax.vmap(update)(buffer, rows, start)
 
 
 def read_rows(buffer: jax.Array, start: jax.Array, count: int, axis: int = 0) -> jax.Array:

@@ -91,7 +91,7 @@ class State:
     key: jax.Array  # [b] PRNG keys; the randomness of a token is the key folded with its position
     rounds: jax.Array  # [b] int32
     accept_lengths: jax.Array  # [b, slots] int32, the first `rounds` of them
-    target_caches: cache.Caches  # one per layer, [b, k, slots, d]
+    target_caches: cache.Caches  # of every layer [b, k, slots, d], apart or stacked
     draft_caches: draft.Caches  # one per specialist in use; () without a draft
     features: jax.Array  # [b, levels + 1, h]: features of the tokens committed last, `fresh` of them real
     fresh: jax.Array  # [b] int32
