@@ -66,8 +66,10 @@ class _Total:
 def compare(
     generator: Generator, prompts: list[list[int]], settings: Settings, *, trace: bool = False
 ) -> Iterator[Comparison]:
-    """Answers every prompt alone (batch of one, so that seconds belong to it), drafted and then plain."""
-    settings = dataclasses.replace(settings, batch_size=1, plain=False)
+    """Answers every prompt alone (batch of one, so that seconds belong to it): as the settings say, and then plain.
+    Where they are plain, as auto trees may make them, the two differ by chance only.
+    """
+    settings = dataclasses.replace(settings, batch_size=1)
     for ids in prompts:
         ((drafted,),) = generator.batches([ids], settings, trace=trace)
         ((plain,),) = generator.batches([ids], dataclasses.replace(settings, plain=True))

@@ -202,6 +202,22 @@ def test_the_command_says_what_was_chosen(files, monkeypatch, capsys):
     assert "no tree is faster than plain decoding here" in capsys.readouterr().err
 
 
+def test_a_comparison_decodes_as_chosen(files, monkeypatch, capsys):
+    """Where no tree gains, plain decoding is compared with itself, and not a tree that was not chosen."""
+    flags = ["--target", str(files / "target"), "--draft", str(files / "draft"), "--spans", "2,2", "--levels", "auto"]
+    flags += ["--draft-top-k", "3", "--max-new-tokens", "8", "--prompt-ids", "0,5", "--compare", "--json"]
+    rounds = {}
+    for speed_up in (0.5, 2.0):
+        monkeypatch.setattr(Calibration, "_find", lambda *_: {"levels": 3, "total_nodes": 9, "speed_up": speed_up})  # noqa: B023
+        assert generate.main(flags) == 0
+        pair = json.loads(capsys.readouterr().out)
+        assert pair["identical"]
+        assert len(pair["plain"]["accept_lengths"]) == pair["plain"]["rounds"] == 7
+        rounds[speed_up] = (pair["rounds"], sum(pair["accept_lengths"]))
+    assert rounds[0.5] == (7, 0)
+    assert rounds[2.0][0] + rounds[2.0][1] == 7
+
+
 def test_mean_over_rounds():
     rounds = [ROUND, {**ROUND, "accepted_path": [0]}, {**ROUND, "accepted_path": [0, 2, 5]}]
     assert accept_length(rounds, 3, 6) == statistics.fmean([3, 0, 2])
