@@ -154,7 +154,7 @@ def _attend(
     if splits is None:
         blocks = batch * heads * group * pl.cdiv(count, ROWS)
         splits = default_splits(blocks, prefix.keys.shape[2], tuning.block)
-    queries, *rows = (source._replace(array=_pad(source.array, 1)) for source in (queries, *rows))
+    queries, *rows = (source._replace(array=_pad(source.array)) for source in (queries, *rows))
     tuning = dataclasses.replace(tuning, splits=splits)
     attended, highest, total = run(
         queries, rows, prefix, bias, (batch, count, heads * group, size), group, tuning, interpret
@@ -172,17 +172,15 @@ def _each_head(prefix: Prefix, heads: int) -> Prefix:
     return Prefix(*sides, places, jnp.repeat(prefix.length, heads))
 
 
-def _pad(array: jax.Array, axis: int) -> jax.Array:
-    """Zeros after the end of `axis`, to whole tiles; no copy if there is one tile or nothing to add.
+def _pad(array: jax.Array) -> jax.Array:
+    """Zeros after the last row of [b, rows, heads, d], to whole tiles; no copy if there is one tile or nothing to add.
 
     Of a single tile, what lies beyond the array reads as zeros, as do all tiles beyond it.
     """
-    size = array.shape[axis]
+    size = array.shape[1]
     if size <= KERNEL_TILE or size % KERNEL_TILE == 0:
         return array
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -size % KERNEL_TILE)
-    return jnp.pad(array, widths)
+    return jnp.pad(array, ((0, 0), (0, -size % KERNEL_TILE), (0, 0), (0, 0)))
 
 
 def _check(shape, dtype, prefix: Prefix, bias: jax.Array, drafted: int, tuning: Tuning) -> None:
@@ -209,7 +207,7 @@ def _check(shape, dtype, prefix: Prefix, bias: jax.Array, drafted: int, tuning: 
         raise ValueError(f"bias {bias.dtype} {bias.shape} is not tree_bias(mask, {group}, {tuning.block})")
     if count == 1 and group > ROWS:
         raise ValueError(f"{group} query heads per KV head exceed {ROWS}")
-    if tuning.block not in (64, 128) or tuning.stages < 2 or (tuning.splits or 1) < 1:
+    if tuning.block not in (64, 128) or tuning.stages < 2 or tuning.splits == 0:
         raise ValueError(f"unsupported tuning: {tuning}")
 
 

@@ -283,6 +283,12 @@ def test_what_the_kernel_is_not_written_for_is_refused(change, message):
         lower(lambda query, *parts: attention(query, parts, "mosaic"), *random_case(**sizes))
 
 
+def test_no_shares_are_refused():
+    query, prefix, rows = random_case(1, 4, 1, 1, 64, 64, [5])
+    with pytest.raises(ValueError, match="unsupported tuning"):
+        tree_attention.tree_attention(query, prefix_of(prefix), rows.rows, tree_bias(rows.mask, 1), Tuning(splits=0))
+
+
 class Device(NamedTuple):
     platform: str
     compute_capability: str | None = None
