@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from poss_jax import cache, llama, tree
 from poss_jax.attention import Filled, KeyValues, Part, attention
 from poss_jax.config import DraftConfig
-from poss_jax.int8 import widen
+from poss_jax.int8 import cast
 from poss_jax.specialist import BoundDrafter
 from poss_jax.top_k import top_k
 from poss_jax.tree import Beam, Level, Tree, TreeShape
@@ -56,7 +56,7 @@ class Functions(NamedTuple):
         that the drafter may propose.
         """
         vocab = self.params.get("vocab", {})
-        head = {"head": widen(vocab["head"], predicted)} if vocab else self.target
+        head = {"head": cast(vocab["head"], predicted)} if vocab else self.target
         logits = llama.head(head, predicted)
         logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # of a drafter that overflows
         values, tokens = top_k(logits, width)

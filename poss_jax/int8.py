@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from poss_jax import llama
-
 LARGEST = 127
 # How many leading axes of a matrix are its inputs; what is not named here (norms, biases) stays as it is.
 INPUT_AXES = {"kernel": 1, "query_key_value": 1, "attention_output": 3, "gate_up": 1, "down": 1, "head": 1}
 
 
 class Int8(NamedTuple):
-    """A matrix `values` * `scale`: int8 of the matrix's shape, and float32 with size 1 where its inputs are."""
+    """A matrix `values` * `scale`: int8 of the matrix's shape, inputs first, and float32 of the shape of its outputs.
+
+    `layers.product` multiplies with it. The scales are for the results: a matrix that is scaled before it is multiplied
+    with is a wide one in memory, on GPUs at least, and reading 8 bits has brought nothing.
+    """
 
     values: jax.Array
     scale: jax.Array
@@ -25,29 +27,39 @@ class Int8(NamedTuple):
 def quantize(weight: jax.Array, input_axes: int) -> Int8:
     """The nearest of 255 values for each weight, the largest of each output being the last of them."""
     wide = weight.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(range(input_axes)), keepdims=True)
+    largest = jnp.max(jnp.abs(wide), axis=tuple(range(input_axes)))
     scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
     return Int8(jnp.round(wide / scale).astype(jnp.int8), scale)
 
 
-def widen(leaf: jax.Array | Int8, factor: jax.Array) -> jax.Array:
-    """A parameter in the dtype of `factor`, to multiply it with.
+def is_int8(leaf: Any) -> bool:
+    """For `jax.tree` functions that are to see an `Int8` as one leaf."""
+    return isinstance(leaf, Int8)
 
-    What is the same in every round of the loop of rounds the compiler moves in front of it, and would read the wide
-    weights in each; so integers are tied to the factor, which is another one each time.
+
+def cast(params: Any, factor: jax.Array) -> Any:
+    """Parameters in the dtype of `factor`, to multiply it with; the integers stay integers.
+
+    What is the same in every round of the loop of rounds the compiler moves in front of it, such as widening integers,
+    and would read the wide weights in each; so they are tied to the factor, which is another one each time.
     """
-    if isinstance(leaf, Int8):
-        values, _ = jax.lax.optimization_barrier((leaf.values, factor))
-        return values.astype(factor.dtype) * leaf.scale.astype(factor.dtype)
-    return leaf.astype(factor.dtype)
+
+    def cast_leaf(leaf: jax.Array | Int8) -> jax.Array | Int8:
+        if is_int8(leaf):
+            return leaf._replace(values=jax.lax.optimization_barrier((leaf.values, factor))[0])
+        return leaf.astype(factor.dtype)
+
+    return jax.tree.map(cast_leaf, params, is_leaf=is_int8)
 
 
-def widen_all(params: Any, factor: jax.Array) -> Any:
-    """`widen` for each parameter in a tree."""
-    return jax.tree.map(lambda leaf: widen(leaf, factor), params, is_leaf=lambda leaf: isinstance(leaf, Int8))
+def input_rows(weight: jax.Array | Int8, first: int, last: int) -> jax.Array | Int8:
+    """The part of a matrix that belongs to its inputs `first` to `last`."""
+    if is_int8(weight):
+        return weight._replace(values=weight.values[first:last])
+    return weight[first:last]
 
 
-def quantize_draft(params: dict[str, Any], target: llama.Params) -> dict[str, Any]:
+def quantize_draft(params: dict[str, Any], target: dict[str, Any]) -> dict[str, Any]:
     """A drafter's parameters with all its matrices as `Int8`, and with a head of its own: that of its `vocab` if it has
     one, else the target's, of which the target keeps the unrounded one.
     """

@@ -8,6 +8,8 @@ so that sharding over k or i never cuts across them.
 import jax
 import jax.numpy as jnp
 
+from poss_jax.int8 import Int8, is_int8
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32, returned in the dtype of `x`."""
@@ -16,9 +18,18 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight * (wide * scale).astype(x.dtype)
 
 
+def product(equation: str, x: jax.Array, weight: jax.Array | Int8, dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x` [b, t, ...] times a weight whose leading axes are its inputs; in `dtype`, or that of `x`."""
+    dtype = x.dtype if dtype is None else dtype
+    if is_int8(weight):
+        sums = jnp.einsum(equation, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (sums * weight.scale).astype(dtype)
+    return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+
+
 def query_key_value(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """`x` [b, t, h], `weight` [h, k, g + 2, d]: query [b, t, k, g, d], key and value [b, t, k, d]."""
-    fused = jnp.einsum("bth,hkgd->btkgd", x, weight)
+    fused = product("bth,hkgd->btkgd", x, weight)
     if bias is not None:
         fused = fused + bias
     return fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
@@ -26,7 +37,7 @@ def query_key_value(x: jax.Array, weight: jax.Array, bias: jax.Array | None = No
 
 def attention_output(attended: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`attended` [b, t, k, g, d], `weight` [k, g, d, h]: [b, t, h]."""
-    output = jnp.einsum("btkgd,kgdh->bth", attended, weight)
+    output = product("btkgd,kgdh->bth", attended, weight)
     return output if bias is None else output + bias
 
 
@@ -38,8 +49,8 @@ def mlp(
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
     """SiLU-gated MLP: `x` [b, t, h], `gate_up` [h, 2, i], `down` [i, h]."""
-    fused = jnp.einsum("bth,hzi->btzi", x, gate_up)  # z: gate, up
+    fused = product("bth,hzi->btzi", x, gate_up)  # z: gate, up
     if gate_up_bias is not None:
         fused = fused + gate_up_bias
-    output = jnp.einsum("bti,ih->bth", jax.nn.silu(fused[:, :, 0]) * fused[:, :, 1], down)
+    output = product("bti,ih->bth", jax.nn.silu(fused[:, :, 0]) * fused[:, :, 1], down)
     return output if down_bias is None else output + down_bias

@@ -103,7 +103,7 @@ def forward(
 def head(params: Params, features: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """Logits [..., v] in `dtype`, summed in float32, of features [..., h]."""
     if "head" in params:
-        return jnp.einsum("...h,hv->...v", features, params["head"], preferred_element_type=dtype)
+        return layers.product("...h,hv->...v", features, params["head"], dtype)
     return jnp.einsum("...h,vh->...v", features, params["embed"], preferred_element_type=dtype)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from poss_jax import layers
 from poss_jax.attention import KeyValues, Part, as_rows, attention
 from poss_jax.config import BlockConfig, DraftConfig
-from poss_jax.int8 import widen_all
+from poss_jax.int8 import cast, input_rows
 from poss_jax.llama import ParameterSpec
 from poss_jax.rotary import rotary, rotate
 
@@ -84,16 +84,17 @@ class InputLayer(nn.Module):
 
     def __call__(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """Both [b, t, h] to x [b, t, h]."""
-        return jnp.concatenate([embedded, features], axis=-1) @ self.kernel + self.bias
+        return layers.product("bth,hi->bti", jnp.concatenate([embedded, features], axis=-1), self.kernel) + self.bias
 
     def tokens(self, embedded: jax.Array) -> jax.Array:
         """What embedded tokens contribute to x, float32."""
-        half = self.kernel[: self.hidden_size]
-        return jnp.einsum("bth,hi->bti", embedded, half, preferred_element_type=jnp.float32) + self.bias
+        half = input_rows(self.kernel, 0, self.hidden_size)
+        return layers.product("bth,hi->bti", embedded, half, jnp.float32) + self.bias
 
     def features(self, features: jax.Array) -> jax.Array:
         """What features contribute to x."""
-        return features @ self.kernel[self.hidden_size :]
+        half = input_rows(self.kernel, self.hidden_size, 2 * self.hidden_size)
+        return layers.product("bth,hi->bti", features, half)
 
 
 class Drafter(nn.Module):
@@ -148,9 +149,8 @@ class BoundDrafter(NamedTuple):
     """A drafter with its parameters (`BORROWED` ones among them are left to the caller): `Drafter`'s methods as
     functions.
 
-    They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training, `Int8` in
-    generation) are cast where they are used, so that what several uses add to their gradients is added in the dtype of
-    the parameters.
+    They compute in the dtype of their inputs. Parameters of another dtype (float32 masters in training) are cast where
+    they are used, so that what several uses add to their gradients is added in the dtype of the parameters.
     """
 
     config: DraftConfig
@@ -158,8 +158,7 @@ class BoundDrafter(NamedTuple):
 
     def _apply(self, factor: jax.Array, *arguments, method: str):
         modules = {name: value for name, value in self.params.items() if name not in BORROWED}
-        modules = widen_all(modules, factor)
-        return Drafter(self.config, factor.dtype).apply({"params": modules}, *arguments, method=method)
+        return Drafter(self.config, factor.dtype).apply({"params": cast(modules, factor)}, *arguments, method=method)
 
     def inputs(self, embedded: jax.Array, features: jax.Array) -> jax.Array:
         """See `Drafter.inputs`."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from infer import Generator, Settings, generate
 from infer.batch import Batch
 from infer.draft_vocab import write_draft_vocab
-from poss_jax import decode
+from poss_jax import decode, layers
 from poss_jax.errors import InputError
-from poss_jax.int8 import Int8, quantize, quantize_draft, widen
+from poss_jax.int8 import cast, input_rows, is_int8, quantize, quantize_draft
 from tests import golden_data
 
 TREE = {"levels": 3, "total_nodes": 12, "draft_top_k": 4}
@@ -24,9 +24,38 @@ def test_rounding_of_a_matrix_by_hand():
     """Columns are outputs; the largest weight of each becomes 127."""
     rounded = quantize(jnp.array([[1.0, 0.0], [-0.5, 0.0], [0.004, 0.0]]), 1)
     assert rounded.values.tolist() == [[127, 0], [-64, 0], [1, 0]]  # 63.5 and 0.508, to the nearest even and up
-    np.testing.assert_allclose(rounded.scale, [[1 / 127, 1.0]], rtol=1e-6)
-    assert widen(rounded, jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
-    assert widen(jnp.float32(2), jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    np.testing.assert_allclose(rounded.scale, [1 / 127, 1.0], rtol=1e-6)
+
+
+def test_parameters_are_cast_and_integers_stay():
+    params = {"norm": jnp.float32(2), "down": quantize(jnp.ones((2, 3)), 1)}
+    ready = cast(params, jnp.zeros(3, jnp.bfloat16))
+    assert ready["norm"].dtype == jnp.bfloat16
+    assert ready["down"].values.dtype == jnp.int8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_those_of_the_rounded_matrix(dtype):
+    """Also of a part of its inputs, and with outputs of several axes."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 3, 8)), dtype)
+    rounded = quantize(jnp.asarray(random.normal(size=(16, 4, 5)), jnp.float32), 1)
+    whole = np.asarray(rounded.values, np.float64) * np.asarray(rounded.scale, np.float64)
+    for first in (0, 8):
+        made = layers.product("bth,hzi->btzi", x, input_rows(rounded, first, first + 8))
+        assert made.dtype == x.dtype
+        expected = np.einsum("bth,hzi->btzi", np.asarray(x, np.float64), whole[first : first + 8])
+        np.testing.assert_allclose(
+            np.asarray(made, np.float64), expected, rtol=1e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5
+        )
+
+
+def test_results_are_scaled_and_not_matrices():
+    """A scaled matrix is a wide one, which a GPU writes to memory and reads again for every product."""
+    x, rounded = jnp.ones((1, 10, 64), jnp.bfloat16), quantize(jnp.ones((64, 48)), 1)
+    program = jax.make_jaxpr(lambda x, weight: layers.product("bti,ih->bth", x, weight))(x, rounded)
+    scaled = [equation.outvars[0].aval.shape for equation in program.jaxpr.eqns if equation.primitive.name == "mul"]
+    assert scaled == [(1, 10, 48)]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
@@ -35,8 +64,8 @@ def test_no_weight_is_off_by_more_than_half_a_step(seed, inputs):
     weight = random.normal(size=(5, 4, 3, 6)) * random.lognormal(sigma=3, size=(1, 1, 1, 6))
     rounded = quantize(jnp.asarray(weight, jnp.float32), inputs)
     assert rounded.values.dtype == jnp.int8
-    assert rounded.scale.shape == (1,) * inputs + weight.shape[inputs:]
-    error = np.abs(np.asarray(widen(rounded, jnp.zeros(5))) - weight)
+    assert rounded.scale.shape == weight.shape[inputs:]
+    error = np.abs(np.asarray(rounded.values * rounded.scale) - weight)
     assert np.all(error <= np.asarray(rounded.scale) * 0.5001)
 
 
@@ -58,7 +87,6 @@ def test_all_matrices_of_a_drafter_are_rounded_and_nothing_else(golden):
     generator = golden("poss2")
     rounded = quantize_draft(generator.draft.params, generator.target.params)
     names = {"kernel", "query_key_value", "attention_output", "gate_up", "down", "head"}
-    is_int8 = lambda leaf: isinstance(leaf, Int8)  # noqa: E731
     for path, leaf in jax.tree_util.tree_flatten_with_path(rounded, is_leaf=is_int8)[0]:
         assert is_int8(leaf) == (path[-1].key in names), path
     assert rounded["vocab"]["head"].values.shape == generator.target.params["head"].shape
