@@ -4,6 +4,8 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from infer.summary import Results, Setting
 from infer.tables import where
@@ -54,7 +56,7 @@ def speed_up(results: Results) -> Figure | None:
 
     def figures_of(drafter: str, setting: Setting, set_name: str | None):
         timings = results.timings(drafter, setting, set_name)
-        return timings.speed_up(), timings.interval
+        return timings.speed_up(), timings.interval, timings.complete
 
     return _bars(results, figures_of, "speed-up, times", 1.0, "plain decoding")
 
@@ -64,7 +66,7 @@ def tokens_per_round(results: Results) -> Figure | None:
 
     def figures_of(drafter: str, setting: Setting, set_name: str | None):
         cell = results.cell(drafter, setting, set_name)
-        return cell.counts.tokens_per_round, cell.interval
+        return cell.counts.tokens_per_round, cell.interval, cell.complete
 
     return _bars(results, figures_of, "tokens per round", 1.0, "plain decoding")
 
@@ -85,22 +87,32 @@ def _bars(results: Results, figures_of, label: str, line: float, line_label: str
     for axis, setting in zip(axes, settings, strict=True):
         for index, drafter in enumerate(results.drafters):
             for place, name in enumerate(groups):
-                value, interval = found[drafter, setting, name]
+                value, interval, complete = found[drafter, setting, name]
                 if value is None:
                     continue
                 at = place + (index - (len(results.drafters) - 1) / 2) * width
-                name_once = drafter if axis is axes[0] and place == 0 else None
-                axis.bar(at, value, 0.9 * width, color=colour(results, drafter), label=name_once)
+                shade = {"color": colour(results, drafter)} if complete else partial_shade(colour(results, drafter))
+                axis.bar(at, value, 0.9 * width, **shade)
                 if interval:
                     axis.vlines(at, *interval, color="#222222", linewidth=1.3)
-        axis.axhline(line, color="#777777", linewidth=1, linestyle="--", label=line_label if axis is axes[0] else None)
+        axis.axhline(line, color="#777777", linewidth=1, linestyle="--")
         if len(groups) > 1:
             axis.axvline(len(groups) - 1.5, color="#cccccc", linewidth=1)
+        axis.set_xlim(-0.55, len(groups) - 0.45)
         axis.set_xticks(range(len(groups)), ["all" if name is None else name for name in groups])
         axis.set_ylabel(label)
         axis.set_title(where(setting), loc="left", fontsize=10, weight="bold")
-    figure.legend(loc="outside upper center", ncols=min(len(results.drafters) + 1, 6), frameon=False)
+    keys = [Line2D([], [], color="#777777", linewidth=1, linestyle="--", label=line_label)]
+    keys += [Patch(color=colour(results, drafter), label=drafter) for drafter in results.drafters]
+    if any(value is not None and not complete for value, _, complete in found.values()):
+        keys.append(Patch(**partial_shade("#777777"), label="not all measured yet"))
+    figure.legend(handles=keys, loc="outside upper center", ncols=min(len(keys), 7), frameon=False)
     return figure
+
+
+def partial_shade(colour: str) -> dict[str, str]:
+    """How a bar looks that is over fewer questions than its neighbours may be."""
+    return {"facecolor": "white", "edgecolor": colour, "hatch": "////"}
 
 
 def acceptance(results: Results) -> Figure | None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer import Generator, drift, tables
+from infer import Generator, drift, figures, tables
 from infer.benchmark_store import Study
 from infer.lossless import first_difference, logit_gap
 from infer.summary import Results, Setting
@@ -254,3 +254,13 @@ def test_the_gap_is_that_of_the_targets_logits_where_two_texts_part(tiny):
     assert logit_gap(tiny.models, PROMPT, GREEDY, other) == pytest.approx(logits[GREEDY[3]] - logits[7], abs=1e-4)
     assert logit_gap(tiny.models, PROMPT, GREEDY, GREEDY) is None
     assert logit_gap(tiny.models, PROMPT, GREEDY, GREEDY[:5]) is None
+
+
+def test_bars_over_a_part_of_the_questions_look_so():
+    """Two of three questions of the set are answered by a, all of them by b."""
+    lengths = {"a": {"qa/0": [1], "qa/1": [2]}, "b": {"qa/0": [1], "qa/1": [2], "qa/2": [0]}}
+    (axis,) = figures.tokens_per_round(Results(study(lengths, questions=3))).axes
+    assert [(bar.get_hatch(), round(bar.get_height(), 6)) for bar in axis.patches] == [("////", 2.5), (None, 2.0)]
+    (legend,) = axis.figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["plain decoding", "a", "b", "not all measured yet"]
