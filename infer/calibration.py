@@ -105,7 +105,9 @@ class Calibration:
             raise InputError("auto trees are measured on texts, and the target has no tokenizer; give numbers")
         found = self._find(settings)
         settled = settings.with_tree(found["levels"], found["total_nodes"])
-        return dataclasses.replace(settled, plain=found["speed_up"] < WORTH)
+        # Where nothing was accepted a round is no faster than a plain token, whatever the clock of a busy machine says.
+        worth = found["speed_up"] >= WORTH and found["tokens_per_round"] > 1
+        return dataclasses.replace(settled, plain=not worth)
 
     def _find(self, settings: Settings) -> dict[str, Any]:
         facts = self._facts(settings)
@@ -231,8 +233,8 @@ def _read(name: str, path: Path) -> dict[str, dict[str, Any]]:
     """What is kept under a name, if anything is; a file that is no such thing is measured anew."""
     try:
         found = json.loads(path.read_text())["found"]
-        numbers = found["levels"], found["total_nodes"], found["speed_up"]
-        return {name: found} if min(numbers[:2]) >= 1 and numbers[2] >= 0 else {}
+        counted = found["levels"], found["total_nodes"], found["tokens_per_round"]
+        return {name: found} if min(counted) >= 1 and found["speed_up"] >= 0 else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
