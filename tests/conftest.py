@@ -1,4 +1,7 @@
-"""Shared by all tests: eight virtual CPU devices, full float32 products, and the tiny models."""
+"""Shared by all tests: eight virtual CPU devices, full float32 products, and the tiny models.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=1 makes this a machine of one device.
+"""
 
 import gc
 import os
@@ -6,11 +9,15 @@ import tempfile
 
 from tests import quick_compilation
 
-# `make test` sets OPTIMISED_TESTS for the few files whose programs run long.
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-flags += [] if os.environ.get("OPTIMISED_TESTS") else [quick_compilation.FLAGS]
-os.environ["XLA_FLAGS"] = " ".join(flags)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+platforms = os.environ.setdefault("JAX_PLATFORMS", "cpu")
+flags = os.environ.get("XLA_FLAGS", "")
+if "--xla_force_host_platform_device_count" not in flags:
+    flags += " --xla_force_host_platform_device_count=8"
+# `make test` sets OPTIMISED_TESTS for the few files whose programs run long. On a GPU the flags change what XLA does.
+if platforms == "cpu" and not os.environ.get("OPTIMISED_TESTS"):
+    flags += f" {quick_compilation.FLAGS}"
+os.environ["XLA_FLAGS"] = flags
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # here, so that processes which tests start compute alike
 _cache = tempfile.TemporaryDirectory()  # commands keep compiled programs in the user's cache, which is not for tests
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
@@ -21,7 +28,6 @@ import pytest  # noqa: E402
 from infer import Generator  # noqa: E402
 from tests import fixtures, golden_data  # noqa: E402
 
-jax.config.update("jax_default_matmul_precision", "highest")
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
 

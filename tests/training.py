@@ -63,11 +63,13 @@ def train(root: Path, out: Path, *more) -> int:
     return run.main(arguments(root, out, *more))
 
 
-def start(root: Path, out: Path, *more, devices: int = 8) -> subprocess.Popen:
-    """Runs the command in a process of its own, which finds the programs that were compiled here."""
+def start(root: Path, out: Path, *more, devices: int | None = None) -> subprocess.Popen:
+    """Runs the command in a process of its own, which finds the programs that were compiled here. It has this process's
+    devices, or that many virtual CPU devices.
+    """
+    virtual = [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
     wanted = {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",  # the last counts
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *virtual]),  # the last counts
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
