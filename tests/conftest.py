@@ -32,6 +32,15 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that are marked devices(count) are skipped where there are fewer."""
+    for item in items:
+        for marker in item.iter_markers("devices"):
+            (count,), there = marker.args, jax.device_count()
+            if count > there:
+                item.add_marker(pytest.mark.skip(reason=f"needs {count} devices; this machine has {there}"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def free_programs():
     """Compiled programs of a finished file are dropped. Each holds memory maps, of which Linux grants a process 65,530

@@ -19,6 +19,7 @@ from infer.benchmark_join import join_studies
 from infer.benchmark_store import Key, Study
 from infer.clock import Clock, Stopped
 from infer.summary import Results, Setting
+from infer.table import mebibytes
 from infer.timing import Runner, repeat_draft, repeat_verify
 from poss_jax import decode
 from tests import fixtures, golden_data
@@ -425,7 +426,10 @@ def test_the_report_needs_no_other_file_and_says_what_ran(out):
     for text in ("two against one, T=0, 2 levels, overall", "abc", "--max-new-tokens 6", "two_again", "words"):
         assert text in page
     assert str(out.parent) not in page  # a page is for others
-    assert "Peak device memory of a whole process, run 1 on cpu (1 of 8) with the target and one, two: unknown" in page
+    place = f"run 1 on {benchmark.device_name()} with the target and one, two"
+    counted = Study.read(out).description["runs"][0]["peak_bytes"]
+    peak = "unknown" if jax.default_backend() == "cpu" else mebibytes(counted)
+    assert f"Peak device memory of a whole process, {place}: {peak}" in page
 
 
 @pytest.mark.parametrize(

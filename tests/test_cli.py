@@ -205,6 +205,7 @@ def test_tokenizer_from_elsewhere(cli):
     assert record["token_ids"] == ANSWER[:27]
 
 
+@pytest.mark.devices(2)
 def test_weights_split_over_two_devices_give_the_same_tokens(cli):
     ran = cli(f"{NUMBERS} --plain --mesh tensor=2 --json")
     assert ran.record["token_ids"] == ANSWER

@@ -608,7 +608,7 @@ def test_inspect_says_everything_that_is_wrong(tmp_path, capsys, models):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("mesh", [[], ["--mesh", "tensor=2"]])
+@pytest.mark.parametrize("mesh", [[], pytest.param(["--mesh", "tensor=2"], marks=pytest.mark.devices(2))])
 def test_loading_needs_little_more_memory_than_the_arrays(tmp_path, mesh):
     """The whole kind: mapping the files, or holding what was read, takes as much again as the arrays, 220 MB."""
     host_memory.make(tmp_path / "model", 0.2)

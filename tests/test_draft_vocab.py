@@ -84,6 +84,7 @@ def test_a_whole_vocabulary_drafts_the_golden_trees(golden, tmp_path):
     assert ours.trace == theirs.trace
 
 
+@pytest.mark.devices(2)
 def test_split_over_devices_it_is_the_same(models, tmp_path):
     options = {"max_new_tokens": 12, "levels": 3, "total_nodes": 12, "draft_top_k": 4}
     one, two = (with_vocab(models, tmp_path, range(0, 64, 2), mesh=mesh) for mesh in (None, "tensor=2"))

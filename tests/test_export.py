@@ -158,6 +158,7 @@ def test_embedding_is_written_only_if_the_drafter_has_one(poss3, tmp_path):
     assert "embed" not in read(tmp_path).params
 
 
+@pytest.mark.devices(2)
 def test_arrays_of_jax_split_over_devices_are_written_the_same(poss3, tmp_path):
     specs = draft_specs(poss3.config)
     mesh = sharding.make_mesh({"tensor": 2})

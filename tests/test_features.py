@@ -128,12 +128,16 @@ def test_features_are_those_of_each_example_alone(root):
     assert load_file(root / "features" / SHARD)["lengths"].tolist() == [len(e.tokens) for e in dataset.examples[4:8]]
 
 
-def test_features_over_a_mesh_and_in_bfloat16(root, capsys):
+@pytest.mark.devices(2)
+def test_features_over_a_mesh(root, capsys):
     assert make(root, "mesh", "--mesh", "tensor=2") == 0
     assert "split over 2 devices" in capsys.readouterr().err
     for one, other in zip(load(root / "mesh").examples, load(root / "features").examples, strict=True):
         # Halves are summed apart: one processor's order gave 1.27945 and 1.27944. An absolute bound alone forgets size.
         np.testing.assert_allclose(one.features, other.features, rtol=1e-5, atol=1e-5)
+
+
+def test_features_in_bfloat16(root):
     assert make(root, "half", "--dtype", "bfloat16") == 0
     target = load_models(root / "target", dtype="bfloat16").target
     for example in load(root / "half").examples[:2]:

@@ -93,7 +93,7 @@ def test_all_matrices_of_a_drafter_are_rounded_and_nothing_else(golden):
     assert "ids" not in rounded["vocab"]
 
 
-@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+@pytest.mark.parametrize("mesh", [None, pytest.param("tensor=2", marks=pytest.mark.devices(2))])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft", ["eagle", "poss2"])
 def test_the_text_stays_and_acceptance_nearly(golden, draft, temperature, mesh):

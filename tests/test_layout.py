@@ -109,7 +109,14 @@ def test_a_host_reads_only_what_its_devices_hold(name, axis):
     assert sum(tensor.read for tensor in tensors.values()) == part.size == np.prod(shape) // shape[axis]
 
 
-@pytest.mark.parametrize(("mesh", "axes"), [("data=4,fsdp=1,tensor=2", 2), ("data=8", 1), ("fsdp=2,tensor=2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [
+        pytest.param("data=4,fsdp=1,tensor=2", 2, marks=pytest.mark.devices(8)),
+        pytest.param("data=8", 1, marks=pytest.mark.devices(8)),
+        pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.devices(4)),
+    ],
+)
 def test_devices_that_hold_the_same_part_share_one_reading(mesh, axes):
     tensor, spec = Counted(numbers(8, 16)), ParameterSpec((16, 8), ("hidden", "intermediate"))
     parameter = Tensors({"t": tensor}, Path("model")).parameter(Entry(("p",), spec, layout.Transposed(), ("t",)))

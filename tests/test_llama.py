@@ -152,7 +152,7 @@ def test_trees_of_other_families_are_verified_as_transformers_generates(tmp_path
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+@pytest.mark.parametrize("mesh", [None, pytest.param("tensor=2", marks=pytest.mark.devices(2))])
 def test_torch_to_jax_to_torch_is_equal_to_the_bit(tmp_path, name, mesh):
     make_model(tmp_path, CASES[name], False)
     place = on_devices("float32", mesh and sharding.make_mesh(sharding.parse_mesh(mesh, ("tensor",))))

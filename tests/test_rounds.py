@@ -43,6 +43,7 @@ def test_the_command_prints_every_part_beside_what_it_reads(capsys):
     assert lines[7].startswith("speed-up over plain decoding by tokens per round: ")
 
 
+@pytest.mark.devices(2)
 def test_over_devices_each_reads_its_part(capsys):
     read = []
     for mesh in ("tensor=1", "tensor=2"):

@@ -188,7 +188,8 @@ def test_of_equal_drafters_the_newest_is_best(root, tmp_path):
     assert one == two
 
 
-MESHES = ("data=8", "fsdp=8", "tensor=2", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4")
+DEVICES = {"data=8": 8, "fsdp=8": 8, "tensor=2": 2, "data=2,fsdp=2,tensor=2": 8, "fsdp=2,tensor=4": 8}
+MESHES = [pytest.param(mesh, marks=pytest.mark.devices(count)) for mesh, count in DEVICES.items()]
 SHARDED = ("--batch-size", "8", "--steps", "4", "--learning-rate", "0.001", "--save-every", "2", "--keep", "9")
 
 
@@ -210,6 +211,7 @@ def test_every_mesh_trains_the_same(root, alone, tmp_path, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.devices(8)
 def test_a_run_goes_on_on_another_mesh(root, alone, tmp_path, monkeypatch):
     mesh = ("--mesh", "data=2,fsdp=2,tensor=2")
     shutil.copytree(alone, tmp_path / "out")

@@ -118,6 +118,8 @@ def end(processes: list[subprocess.Popen]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.devices(8)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the hosts' devices are virtual, which only CPUs can be")
 def test_two_hosts_are_one_with_twice_the_devices(root, tmp_path, monkeypatch):
     """Stopped by a SIGTERM to one of them, resumed, and resumed on one host; each time against one that was alone."""
     one, two = tmp_path / "one", tmp_path / "two"

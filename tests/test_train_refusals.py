@@ -1,5 +1,6 @@
 """What train.run refuses at once: one line that names the flag, and nothing written."""
 
+import jax
 import pytest
 
 from tests.training import error_of, train, write_inputs
@@ -14,8 +15,7 @@ REFUSED = [
     (("--steps", "3", "--epochs", "1"), "--steps, --epochs or --minutes"),
     (("--steps", "0"), "--steps 0: must be above 0"),
     (("--minutes", "nan"), "--minutes nan: must be above 0"),
-    (("--batch-size", "6", "--mesh", "data=2,fsdp=2"), "--batch-size 6: must be a multiple of 4"),
-    (("--mesh", "data=16"), "needs 16 devices; this machine has 8"),
+    (("--mesh", "data=4096"), f"needs 4096 devices; this machine has {jax.device_count()}"),
     (("--mesh", "rows=2"), "mesh axis 'rows' is not known here; write data=N,fsdp=N,tensor=N"),
     (("--spans", "2,0"), "spans"),
     (("--spans", "two"), "spans"),
@@ -47,3 +47,9 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, flags, said):
     assert train(root, tmp_path / "out", *flags) == 2
     assert said in error_of(capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.devices(4)
+def test_a_batch_that_the_mesh_does_not_divide_is_refused_too(root, tmp_path, capsys):
+    flags = ("--batch-size", "6", "--mesh", "data=2,fsdp=2")
+    test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, flags, "--batch-size 6: must be a multiple of 4")

@@ -105,6 +105,7 @@ def test_numpy_numbers_in_meta_become_plain_ones(opened):
     assert checkpoints.meta() == {"seconds": float(np.float32(0.1)), "step": 5, "lengths": [0, 1]}
 
 
+@pytest.mark.devices(8)
 def test_restores_onto_another_mesh(opened):
     """Saved on data=2,tensor=4 (split and replicated), restored on tensor=2 along other axes, and on one device."""
     wide, narrow = make_mesh({"data": 2, "tensor": 4}), make_mesh({"tensor": 2})
