@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from convert.names import draft_entries, tree_of
 from convert.stored import Tensors
@@ -432,5 +433,5 @@ def equations(jaxpr):
     """All equations of a program, those of loops and calls included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
