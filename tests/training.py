@@ -52,9 +52,10 @@ def shared_programs(directory: Path):
 
 
 def arguments(root: Path, out: Path, *more) -> list[str]:
-    """Flags of a short run; those in `more` count where they are given again."""
+    """Flags of a short run, in float32 on GPUs too; those in `more` count where they are given again."""
     given = ["--target", root / "target", "--data", root / "data.json", "--out", out, "--max-length", "48"]
     given += ["--spans", "1,1", "--mesh", "data=1", "--batch-size", "4", "--held-out", "0", "--no-tensorboard"]
+    given += ["--dtype", "float32"]
     return [*map(str, given), *map(str, more)]
 
 
