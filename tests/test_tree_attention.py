@@ -20,7 +20,20 @@ from poss_jax.errors import InputError
 from poss_jax.tree_attention import Tuning, default_splits, prefix_of, tree_bias
 from tests import golden_data
 
+
+def has_cpu() -> bool:
+    """JAX_PLATFORMS may leave CPUs out."""
+    try:
+        return bool(jax.devices("cpu"))
+    except RuntimeError:
+        return False
+
+
 INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
+needs_interpreter = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter of Mosaic GPU kernels")
+needs_cpu = pytest.mark.skipif(
+    not has_cpu(), reason="the interpreter calls back to a CPU device; JAX_PLATFORMS has none"
+)
 on_hopper = pytest.mark.skipif(
     getattr(jax.devices()[0], "compute_capability", None) != HOPPER, reason="needs a Hopper GPU"
 )
@@ -129,7 +142,8 @@ def accumulate_plainly(attended, weights, values):
     return attended + product
 
 
-@pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter of Mosaic GPU kernels")
+@needs_interpreter
+@needs_cpu
 @pytest.mark.parametrize(
     ("batch", "count", "heads", "group", "size", "slots", "lengths", "drafted", "splits", "block", "dtype"),
     [
@@ -159,7 +173,8 @@ def test_interpreted_as_plain(
     assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter of Mosaic GPU kernels")
+@needs_interpreter
+@needs_cpu
 @pytest.mark.parametrize(
     ("batch", "count", "heads", "group", "size", "slots", "lengths", "splits"),
     [
@@ -334,7 +349,8 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch, device, asked, message
         choose_kernel(*asked)
 
 
-def test_the_command_refuses_it_before_weights_are_read(models, capsys):
+def test_the_command_refuses_it_before_weights_are_read(models, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "local_devices", lambda: [OLDER_GPU])
     assert generate.main(["--target", str(models / "tiny63"), "--attention", "mosaic", "--prompt-ids", "0"]) == 2
     assert "error: --attention mosaic needs a Hopper GPU; give plain, or leave it out" in capsys.readouterr().err
 
