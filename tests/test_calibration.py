@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +107,7 @@ def test_measured_for_real_and_kept(files, monkeypatch, capsys):
     assert found["speed_up"] == pytest.approx(
         found["tokens_per_round"] * found["plain_seconds"] / found["round_seconds"]
     )
-    assert contents["facts"]["device"] == "cpu"
+    assert contents["facts"]["device"] == jax.devices()[0].device_kind
     assert {tuple(tree[:2]) for tree in found["timed"]} >= {(1, 2), (2, 4), (3, 6)}
     monkeypatch.setattr(Calibration, "_measure", None)  # the next process reads what is kept
     again = load(files)
