@@ -133,8 +133,13 @@ def _chain_scores(query, chain, step, first, last):
 
 
 def _weights(scores, chain_scores, log_sum, dtype):
-    """Softmax weights from scores and the logarithm of their summed exponentials; the large part in `dtype`."""
-    return jnp.exp(scores - log_sum[..., None]).astype(dtype), jnp.exp(chain_scores - log_sum)
+    """Softmax weights from scores and the logarithm of their summed exponentials; the large part in `dtype`.
+
+    No weight is above 1. What cuDNN gives as logarithms is rounded to bfloat16, and so off by up to 128 where scores
+    are 40,000, as of a drafter that diverges: exp(128) is infinite.
+    """
+    weights = jnp.exp(jnp.minimum(scores - log_sum[..., None], 0.0))
+    return weights.astype(dtype), jnp.exp(jnp.minimum(chain_scores - log_sum, 0.0))
 
 
 def _matrix(products: str, rows: jax.Array, other: jax.Array, shape: tuple[int, ...]) -> jax.Array:

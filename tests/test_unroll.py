@@ -375,6 +375,17 @@ def test_chain_attention_is_a_softmax_over_both_kinds_of_rows(monkeypatch, query
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6, rtol=0), got, expected)
 
 
+def test_gradients_are_finite_where_logarithms_of_large_scores_are_rounded():
+    """As cuDNN's are, to bfloat16."""
+    query, target, chain, segments, slope = attention_arrays()
+    target = KeyValues(300.0 * target.keys, target.values)
+    _, (*arrays, log_sum) = chain_attention._forward(300.0 * query, target, chain, segments, 1, "plain")
+    rounded = log_sum.astype(jnp.bfloat16).astype(jnp.float32)
+    assert float((log_sum - rounded).max()) > 88  # of which the exponential is infinite
+    slopes = chain_attention._backward("plain", (*arrays, rounded), slope)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+
+
 plain_attention = quick_jit(functools.partial(value_and_slopes, plain_chain_attention))
 
 
