@@ -35,20 +35,39 @@ def run(directory: Path, *command: str) -> str:
     return finished.stdout + finished.stderr
 
 
-def test_shell_commands(checkout):
-    """All but the ones of `make`, in one shell, since they share a variable; the environment is this one already."""
-    lines = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
-    lines = [line for line in lines if not line.startswith(("make ", "source "))]
-    assert sum(line.startswith("python -m ") for line in lines) == 11
-    shown = run(checkout, "bash", "-euc", "\n".join(lines))
-    assert "sky" in shown
-    assert "acceptance by position" in shown
-    assert "drafter with spans 3,3" in shown
-    assert "tokens identical" in shown
-    assert "complete: all that the config asks for is there" in shown
-    assert "Paris" in shown
-    assert "poss3, T=0, 4 levels" in shown
-    assert "Position-wise acceptance" in shown
+def shell_blocks() -> list[str]:
+    """All but the ones of `make`, each with the line that sets the variable they share; the environment is this one
+    already.
+    """
+    blocks = [block.splitlines() for kind, block in BLOCKS if kind == "bash"]
+    (model,) = (line for lines in blocks for line in lines if line.startswith("MODEL="))
+    kept = [[line for line in lines if not line.startswith(("make ", "source ", "MODEL="))] for lines in blocks]
+    return ["\n".join([model, *lines]) for lines in kept if lines]
+
+
+# What each block shows, in the README's order.
+SHOWN = [
+    ["sky"],
+    ["acceptance by position", "drafter with spans 3,3", "tokens per round; stopped by"],
+    ["complete: all that the config asks for is there", "Paris"],
+    ["poss3, T=0, 4 levels", "Position-wise acceptance"],
+    ["tokens identical"],
+]
+
+
+def test_every_command_is_run():
+    assert sum(block.count("\npython -m ") for block in shell_blocks()) == 11
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    zip(shell_blocks(), SHOWN, strict=True),
+    ids=["generate", "train", "convert", "benchmark", "compare"],
+)
+def test_shell_commands(checkout, block, shown):
+    printed = run(checkout, "bash", "-euc", block)
+    for text in shown:
+        assert text in printed
 
 
 def test_python_code(checkout):
