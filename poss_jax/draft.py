@@ -61,8 +61,7 @@ class Functions(NamedTuple):
         logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # of a drafter that overflows
         values, tokens = top_k(logits, width)
         tokens = vocab["ids"][tokens] if "ids" in vocab else tokens
-        highest = values[..., :1]  # of all logits, which need not be read for it once more
-        return tokens, values - highest - jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
+        return tokens, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def trim_head(target: llama.Params, ids: jax.Array) -> Params:
