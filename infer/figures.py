@@ -12,6 +12,7 @@ from infer.tables import where
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#edc948", "#ff9da7", "#79706e")
 MARKERS = "osD^vPX<>*"
+BASELINE = {"color": "#777777", "linewidth": 1, "linestyle": "--"}
 DRAFT, VERIFY, WHOLE = "#f28e2b", "#4e79a7", "#222222"
 LEAST_REACHED = 30  # rounds or chains that must have reached a position for its point to be drawn; fewer say nothing
 
@@ -95,14 +96,14 @@ def _bars(results: Results, figures_of, label: str, line: float, line_label: str
                 axis.bar(at, value, 0.9 * width, **shade)
                 if interval:
                     axis.vlines(at, *interval, color="#222222", linewidth=1.3)
-        axis.axhline(line, color="#777777", linewidth=1, linestyle="--")
+        axis.axhline(line, **BASELINE)
         if len(groups) > 1:
             axis.axvline(len(groups) - 1.5, color="#cccccc", linewidth=1)
         axis.set_xlim(-0.55, len(groups) - 0.45)
         axis.set_xticks(range(len(groups)), ["all" if name is None else name for name in groups])
         axis.set_ylabel(label)
         axis.set_title(where(setting), loc="left", fontsize=10, weight="bold")
-    keys = [Line2D([], [], color="#777777", linewidth=1, linestyle="--", label=line_label)]
+    keys = [Line2D([], [], **BASELINE, label=line_label)]
     keys += [Patch(color=colour(results, drafter), label=drafter) for drafter in results.drafters]
     if any(value is not None and not complete for value, _, complete in found.values()):
         keys.append(Patch(**partial_shade("#777777"), label="not all measured yet"))
