@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from poss_jax.int8 import Int8, is_int8
 
+SMALL_WEIGHT = 10_000_000  # XLA does not give a lone row times less than this to a GPU's matrix kernels
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32, returned in the dtype of `x`."""
@@ -24,7 +26,15 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Int8, dtype: jnp.dt
     if is_int8(weight):
         sums = jnp.einsum(equation, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (sums * weight.scale).astype(dtype)
+    if _is_lone(x) and x.dtype == jnp.bfloat16 and weight.size < SMALL_WEIGHT:
+        # Multiplied element by element, every single product would be rounded to bfloat16 before it is added.
+        return jnp.einsum(equation, jnp.concatenate([x, x], axis=1), weight, preferred_element_type=dtype)[:, :1]
     return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+
+
+def _is_lone(x: jax.Array) -> bool:
+    """Whether `x` is one row [1, 1, ...]."""
+    return x.ndim > 2 and x.shape[:2] == (1, 1)
 
 
 def query_key_value(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, ...]:
