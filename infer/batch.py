@@ -47,7 +47,7 @@ class Batch:
         width = max(bucket(max(map(len, prompts))), width)
         # Depends on the bucket and not on the prompts, so that prompts of one bucket share a program.
         most = max(min(width + settings.max_new_tokens, context), width)
-        self.slots = round_up(most + self.plan.slack, SMALLEST_BUCKET)  # in the end
+        self.slots = cache_size(most + self.plan.slack, self.plan.kernel)  # in the end
         rows = settings.batch_size  # the last batch is filled up with companions that never run
         prompt = np.zeros((rows, width), np.int32)
         length, limit = np.full(rows, 2, np.int32), np.zeros(rows, np.int32)
@@ -176,6 +176,17 @@ def bucket(length: int) -> int:
     if length > LARGEST_STEP:
         return round_up(length, LARGEST_STEP)
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def cache_size(slots: int, kernel: str) -> int:
+    """So many slots or more, of few sizes, as each is a program of its own that takes long to compile.
+
+    Attention that reads what is filled alone has multiples of FIRST_SLOTS, so short texts share one size. Plain
+    attention costs by the slot: 256, 512, then multiples of 512.
+    """
+    if kernel == "mosaic":
+        return round_up(slots, FIRST_SLOTS)
+    return FIRST_SLOTS // 4 if slots <= FIRST_SLOTS // 4 else round_up(slots, FIRST_SLOTS // 2)
 
 
 def round_up(number: int, step: int) -> int:

@@ -36,7 +36,6 @@ from infer.timing import Runner, bytes_of, peak_memory
 from poss_jax.errors import InputError
 
 REPORT_SECONDS = 30.0  # kept of --minutes for the table and the report
-COMPILED = "compiled"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--drift-prompts", type=int, default=10, help="questions of each set for drift (%(default)s)")
     how.add_argument("--minutes", type=float, help="end in time, with what there is; the same command goes on")
     how.add_argument("--commit", help="what the report says was run (default: asked of git)")
-    how.add_argument("--out", required=True, metavar="DIR", help="for records, compiled programs and the report")
+    how.add_argument("--out", required=True, metavar="DIR", help="for records and the report")
     return parser
 
 
@@ -292,7 +291,7 @@ def run(options: argparse.Namespace) -> None:
         tuple(timed_temperatures(options)),
         options.drift_prompts,
     )
-    with Store(options.out) as store, kept_programs(store.directory / COMPILED):
+    with Store(options.out) as store:
         study = go_on(store.description(), describe(options, sets, models, drafters, limited), options.out)
         study["runs"].append(this_run(options, list(counts)))
         store.describe(study)
@@ -335,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if any(argument.split("=")[0] == "--shape" for argument in arguments):
         return rounds.main(arguments)
-    return exit_status(run, build_parser().parse_args(arguments))
+    options = build_parser().parse_args(arguments)
+    with kept_programs():
+        return exit_status(run, options)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 @contextlib.contextmanager
-def kept_programs(directory: Path | None = None) -> Iterator[None]:
-    """Programs that are compiled inside are kept in `directory`, and read from there instead of compiled again.
+def kept_programs() -> Iterator[None]:
+    """Programs that are compiled inside are kept on disk, and read from there instead of compiled again.
 
-    Without a directory it is the one that JAX was told of (JAX_COMPILATION_CACHE_DIR), else `default_directory`.
+    They lie where JAX was told to keep them (JAX_COMPILATION_CACHE_DIR), else in `default_directory`.
     JAX_ENABLE_COMPILATION_CACHE=false keeps none. A directory that cannot be written to is said and done without.
     """
     before = jax.config.jax_compilation_cache_dir
-    asked_for = not jax.config.jax_enable_compilation_cache or (directory is None and before is not None)
-    directory = None if asked_for else _writable(directory)
+    settled = before is not None or not jax.config.jax_enable_compilation_cache
+    directory = None if settled else _writable_directory()
     if directory is None:
         yield
         return
@@ -34,10 +34,10 @@ def kept_programs(directory: Path | None = None) -> Iterator[None]:
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def _writable(directory: Path | None) -> Path | None:
-    """Where to keep programs, made if need be; None, and a note, where that cannot be."""
+def _writable_directory() -> Path | None:
+    """`default_directory`, made if need be; None, and a note, where that cannot be."""
     try:
-        directory = default_directory() if directory is None else directory.absolute()
+        directory = default_directory()
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             raise PermissionError(f"{directory}: cannot be written to")

@@ -47,7 +47,18 @@ def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
     assert second == []
     with compilations() as other_bucket:
         tiny.generate([prompt_of(40)], **options)
-    assert other_bucket
+    assert len(other_bucket) == 1, "the pass of the prompts alone: texts of about as many tokens share the loop"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [
+        ("plain", {1: 256, 256: 256, 257: 512, 512: 512, 513: 1024, 1024: 1024, 1025: 1536, 2183: 2560}),
+        ("mosaic", {1: 1024, 1024: 1024, 1025: 2048, 2183: 3072}),
+    ],
+)
+def test_caches_have_few_sizes(kernel, sizes):
+    assert {slots: infer.batch.cache_size(slots, kernel) for slots in sizes} == sizes
 
 
 def batch_of(generator: Generator, prompts: list[list[int]], **options) -> Batch:

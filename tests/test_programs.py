@@ -53,8 +53,6 @@ def test_a_directory_that_was_asked_for_is_used(tmp_path, monkeypatch, everythin
     try:
         with kept_programs():
             assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jax")
-        with kept_programs(tmp_path / "study"):
-            assert jax.config.jax_compilation_cache_dir == str(tmp_path / "study")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jax")
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
