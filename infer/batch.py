@@ -182,11 +182,12 @@ def cache_size(slots: int, kernel: str) -> int:
     """So many slots or more, of few sizes, as each is a program of its own that takes long to compile.
 
     Attention that reads what is filled alone has multiples of FIRST_SLOTS, so short texts share one size. Plain
-    attention costs by the slot: 256, 512, then multiples of 512.
+    attention costs by the slot: 64, 256, then multiples of 512.
     """
     if kernel == "mosaic":
         return round_up(slots, FIRST_SLOTS)
-    return FIRST_SLOTS // 4 if slots <= FIRST_SLOTS // 4 else round_up(slots, FIRST_SLOTS // 2)
+    small = (FIRST_SLOTS // 16, FIRST_SLOTS // 4)
+    return next((size for size in small if slots <= size), round_up(slots, FIRST_SLOTS // 2))
 
 
 def round_up(number: int, step: int) -> int:
