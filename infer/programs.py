@@ -19,6 +19,12 @@ def kept_programs() -> Iterator[None]:
     They lie where JAX was told to keep them (JAX_COMPILATION_CACHE_DIR), else in `default_directory`.
     JAX_ENABLE_COMPILATION_CACHE=false keeps none. A directory that cannot be written to is said and done without.
     """
+    with _kernels_without_numbers(), _directory_in_use():
+        yield
+
+
+@contextlib.contextmanager
+def _directory_in_use() -> Iterator[None]:
     before = jax.config.jax_compilation_cache_dir
     settled = before is not None or not jax.config.jax_enable_compilation_cache
     directory = None if settled else _writable_directory()
@@ -32,6 +38,35 @@ def kept_programs() -> Iterator[None]:
     finally:
         compilation_cache.reset_cache()
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@contextlib.contextmanager
+def _kernels_without_numbers() -> Iterator[None]:
+    """Programs with the kernel "mosaic" are found again whatever the process compiled before.
+
+    JAX 0.11 writes a number into every such kernel, counted through the process, for the names of files that it may
+    dump; and a program is found by all its bytes. JAX 0.10 does not, and has no such function; it is no public one, so
+    a JAX without it is left as it is.
+    """
+    try:
+        from jax._src.lib import mosaic_gpu_dialect as dialect
+        from jax._src.lib.mlir import ir
+
+        numbered = dialect.get_or_set_dump_options
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def without_number(module):
+        options = numbered(module)  # with the number, for files that are dumped now
+        module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get("kernel")
+        return options
+
+    dialect.get_or_set_dump_options = without_number
+    try:
+        yield
+    finally:
+        dialect.get_or_set_dump_options = numbered
 
 
 def _writable_directory() -> Path | None:

@@ -8,6 +8,8 @@ import pytest
 
 from infer import generate, programs
 from infer.programs import default_directory, kept_programs
+from poss_jax.attention import attention
+from tests.test_tree_attention import lower, random_case
 
 
 def slow_to_compile():
@@ -45,6 +47,17 @@ def test_processors_of_other_abilities_have_other_directories(monkeypatch):
     assert default_directory() == here
     monkeypatch.setattr(programs.platform, "machine", lambda: "riscv64")
     assert default_directory() != here
+
+
+def test_kernels_are_the_same_whatever_was_compiled_before():
+    """JAX 0.11 counts them, so that no program was found that another command, or other prompts, had compiled."""
+
+    def lowered() -> str:
+        query, *parts = random_case(1, 8, 1, 1, 64, 64, [5])
+        return lower(lambda query, parts: attention(query, parts, "mosaic"), query, parts)
+
+    with kept_programs():
+        assert lowered() == lowered()
 
 
 def test_a_directory_that_was_asked_for_is_used(tmp_path, monkeypatch, everything_is_kept):

@@ -4,6 +4,7 @@ JAX can do that (0.11 on), and lowered, which settles layouts and shared memory.
 The interpreter does not know products that start from registers: they are replaced by the same sum in plain jnp.
 """
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -133,6 +134,22 @@ def test_on_the_gpu_tuning_changes_nothing(splits, block):
     assert_close(attended, *case)
 
 
+@on_hopper
+@pytest.mark.parametrize(("count", "drafted"), [(8, 40), (2, 3), (1, 1), (10, 50)])
+def test_on_the_gpu_rows_cut_out_of_others(count, drafted):
+    """Where a span begins, levels lie behind 7 rows of the prefix: at no multiple of 256 bytes for 3 heads of 64."""
+    query, prefix, (rows, mask) = random_case(1, 7 + count, 3, 3, 64, 1024, [700], 7 + drafted)
+
+    @jax.jit
+    def attend(query, rows):
+        query, rows = (jax.tree.map(lambda side: 2 * side, each) for each in (query, rows))
+        rows = KeyValues(*(jnp.swapaxes(jnp.swapaxes(side, 1, 2)[:, 7:], 1, 2) for side in rows))
+        return attention(query[:, 7:], [prefix, Part(rows, mask[:, 7:, 7:])], "mosaic")
+
+    last = KeyValues(*(2 * side[:, :, 7:] for side in rows))
+    assert_close(attend(query, rows), 2 * query[:, 7:], prefix, Part(last, mask[:, 7:, 7:]))
+
+
 # ---------------------------------------------------------------------------------------- interpreted
 
 
@@ -240,6 +257,19 @@ def test_what_rounds_ask_for_lowers_through_attention(batch, count, drafted):
 def test_rows_that_attend_to_themselves_lower(count):
     rows = random_rows(2, count, 2, 4, 128, 128, [5, 6])
     assert "mosaic_gpu" in lower(lambda *rows: self_attention(*rows, "mosaic"), *rows)
+
+
+@pytest.mark.parametrize("count", [1, 8, 10])
+def test_the_kernel_is_given_no_part_of_another_array(count):
+    """It wants multiples of 256 bytes, and XLA passed on the address of row 7 of 47: PosS-1 stopped with an error."""
+    query, *parts = random_case(1, count, 3, 3, 64, 1024, [700], 40)
+    together = lower(lambda query, parts: attention(query, parts, "mosaic"), query, parts)
+    alone = lower(lambda *rows: self_attention(*rows, "mosaic"), *random_rows(1, count, 3, 3, 64, 1024, [700]))
+    for program in (together, alone):
+        own = set(re.findall(r"(%\d+) = stablehlo.optimization_barrier", program))
+        (operands,) = re.findall(r"custom_call @mosaic_gpu_v2\(([^)]*)\)", program)
+        query, _, _, _, _, keys, values, _ = operands.split(", ")
+        assert {query, keys, values} <= own
 
 
 # ---------------------------------------------------------------------------------------- what goes in
