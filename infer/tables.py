@@ -1,5 +1,6 @@
 """The tables of a benchmark's results."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -319,12 +320,20 @@ def _break_even(cost: _Cost, costs: Sequence[_Cost]) -> list[str]:
 
 
 def peak_note(results: Results) -> str:
-    """Peak device memory of the runs, one by one: it is counted for a process, with all drafters that it held."""
+    """Peak device memory of runs. It is counted for a process, with all drafters that it held; the peak of a run that
+    was interrupted is not known.
+    """
+    peaks: dict[tuple, list[int | None]] = defaultdict(list)
+    for run in results.description["runs"]:
+        peaks[run["device"], frozenset(run["drafters"])].append(run["peak_bytes"])
     notes = []
-    for index, run in enumerate(results.description["runs"], 1):
-        held = f"the target and {', '.join(run['drafters'])}"
-        notes.append(f"run {index} on {run['device']} with {held}: {mebibytes(run['peak_bytes'])}")
-    return f"Peak device memory of a whole process, {'; '.join(notes)}."
+    for (device, held), of_runs in peaks.items():
+        known = [peak for peak in of_runs if peak is not None]
+        span = " to ".join(dict.fromkeys(map(mebibytes, (min(known), max(known))))) if known else UNKNOWN
+        runs = f" ({len(of_runs)} runs)" if len(of_runs) > 1 else ""
+        names = [name for name in results.drafters if name in held]
+        notes.append(f"on {device} with the target and {', '.join(names)}: {span}{runs}")
+    return f"Peak device memory of a whole process {'; '.join(notes)}."
 
 
 def drift(results: Results) -> Table:

@@ -150,10 +150,22 @@ def _attend(query: jax.Array, parts: Sequence[Part]) -> jax.Array:
     for part, each in zip(parts, scores, strict=True):
         weights = jnp.exp(each - highest)
         total += jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights.astype(part.rows.values.dtype)
-        attended += jnp.einsum("bkms,bksd->bkmd", weights, part.rows.values, preferred_element_type=jnp.float32)
+        attended += _weighted(weights.astype(part.rows.values.dtype), part.rows.values)
     attended = (attended / total).reshape(batch, heads, group, rows, size).transpose(0, 3, 1, 2, 4)
     return attended.astype(query.dtype)
+
+
+def _weighted(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Sums [b, k, m, d], float32, of `values` [b, k, s, d] with `weights` [b, k, m, s].
+
+    A lone row is multiplied twice. Of one, XLA for GPUs makes a sum over slots that wants values transposed, so that a
+    program of rounds copies every cache of values when it begins and when it ends.
+    """
+    rows = weights.shape[2]
+    if rows == 1:
+        weights = jnp.concatenate([weights, weights], axis=2)
+    summed = jnp.einsum("bkms,bksd->bkmd", weights, values, preferred_element_type=jnp.float32)
+    return summed[:, :, :rows]
 
 
 def _scores(query: jax.Array, part: Part, group: int) -> jax.Array:

@@ -20,6 +20,7 @@ from infer.benchmark_store import Key, Study
 from infer.clock import Clock, Stopped
 from infer.summary import Results, Setting
 from infer.table import mebibytes
+from infer.tables import peak_note
 from infer.timing import Runner, repeat_draft, repeat_verify
 from poss_jax import decode
 from tests import fixtures, golden_data
@@ -442,10 +443,23 @@ def test_the_report_needs_no_other_file_and_says_what_ran(out):
     for text in ("two against one, T=0, 2 levels, overall", "abc", "--max-new-tokens 6", "two_again", "words"):
         assert text in page
     assert str(out.parent) not in page  # a page is for others
-    place = f"run 1 on {benchmark.device_name()} with the target and one, two"
+    place = f"on {benchmark.device_name()} with the target and one, two"
     counted = Study.read(out).description["runs"][0]["peak_bytes"]
     peak = "unknown" if jax.default_backend() == "cpu" else mebibytes(counted)
-    assert f"Peak device memory of a whole process, {place}: {peak}" in page
+    assert f"Peak device memory of a whole process {place}: {peak}" in page
+
+
+def test_peaks_of_runs_are_put_together(out):
+    """A study of many parts had a line of thirteen runs."""
+    study = Study.read(out)
+    run = {"device": "one card", "drafters": ["one", "two"]}
+    swapped = run | {"drafters": ["two", "one"]}
+    peaks = [run | {"peak_bytes": 3 * 2**20}, swapped | {"peak_bytes": None}, swapped | {"peak_bytes": 2**20}]
+    study.description["runs"] = [*peaks, {"device": "another", "drafters": ["two"], "peak_bytes": None}]
+    assert peak_note(Results(study)) == (
+        "Peak device memory of a whole process on one card with the target and one, two: 1.0 MiB to 3.0 MiB (3 runs); "
+        "on another with the target and two: unknown."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Properties of the compiled programs: how often they compile, what they copy, where they can run."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import infer.batch
 from infer import Generator, Settings
 from infer.batch import Batch
 from poss_jax import decode
+from poss_jax.attention import Filled, KeyValues, Part, attention
 from poss_jax.errors import InputError
 from poss_jax.sharding import make_mesh, parse_mesh
 from tests import fixtures, golden_data
@@ -98,6 +100,14 @@ def test_caches_are_updated_in_place(tmp_path, monkeypatch, plain, batch_size):
     # Scores and masks grow with the slots too, but by less than one copy of one layer's keys.
     (small, small_keys), (large, large_keys) = temporary
     assert large - small < large_keys - small_keys
+
+
+def test_a_lone_row_is_multiplied_with_values_as_two():
+    """Of one, XLA for GPUs copied the values of every cache: `test_caches_are_updated_in_place` failed there."""
+    query, side = jnp.zeros((1, 1, 3, 1, 16)), jnp.zeros((1, 3, 64, 16))
+    parts = [Part(KeyValues(side, side), Filled(jnp.array([5], jnp.int32)))]
+    program = jax.jit(attention).lower(query, parts).as_text()
+    assert re.findall(r"dot_general .* -> tensor<(\w+)xf32>", program) == ["1x3x1x64", "1x3x2x16"]
 
 
 @pytest.mark.parametrize("options", [{}, {"plain": True}], ids=["drafted", "plain"])
