@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from poss_jax.errors import InputError
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: "
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage in front of it."""
@@ -16,13 +18,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command. 0: done, 2: bad input, said in one line; 130: interrupted; 141: its output was closed."""
+    """Runs a command. 0: done, 1: the device's memory is too small and 2: bad input, both said in one line; 130:
+    interrupted; 141: its output was closed.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it misses torch; we do not
     try:
         run(options)
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not str(error).startswith(OUT_OF_MEMORY):  # JAX has no class for it
+            raise
+        reason = " ".join(str(error).removeprefix(OUT_OF_MEMORY).split())
+        print(f"error: the device's memory is too small: {reason}; give a smaller --batch-size", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough
