@@ -90,7 +90,7 @@ class Batch:
         if self.plan.kernel == "mosaic":
             return self.slots
         least = self.arguments[0].shape[1] + 2 * self.plan.slack
-        return min(self.slots, max(FIRST_SLOTS, round_up(least, FIRST_SLOTS)))
+        return min(self.slots, round_up(least, FIRST_SLOTS))
 
     def start(self) -> None:
         """Runs the prompts."""
