@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from poss_jax.errors import InputError
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: "
-
 
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the flags in one line, without the usage in front of it."""
@@ -28,10 +26,10 @@ def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Nam
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not str(error).startswith(OUT_OF_MEMORY):  # JAX has no class for it
+        if not str(error).startswith("RESOURCE_EXHAUSTED: Out of memory"):  # JAX has no class for it
             raise
-        reason = " ".join(str(error).removeprefix(OUT_OF_MEMORY).split())
-        print(f"error: the device's memory is too small: {reason}; give a smaller --batch-size", file=sys.stderr)
+        remedy = "; give a smaller --batch-size" if getattr(options, "batch_size", 1) > 1 else ""
+        print(f"error: the device's memory is too small: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -45,20 +45,18 @@ def _kernels_without_numbers() -> Iterator[None]:
     """Programs with the kernel "mosaic" are found again whatever the process compiled before.
 
     JAX 0.11 writes a number into every such kernel, counted through the process, for the names of files that it may
-    dump; and a program is found by all its bytes. JAX 0.10 does not, and has no such function; it is no public one, so
-    a JAX without it is left as it is.
+    dump (MOSAIC_GPU_DUMP_...: the numbers stay then); and a program is found by all its bytes.
     """
-    try:
-        from jax._src.lib import mosaic_gpu_dialect as dialect
-        from jax._src.lib.mlir import ir
-
-        numbered = dialect.get_or_set_dump_options
-    except (ImportError, AttributeError):
+    dialect = _dialect_that_numbers()
+    if dialect is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
         yield
         return
+    from jax._src.lib.mlir import ir
+
+    numbered = dialect.get_or_set_dump_options
 
     def without_number(module):
-        options = numbered(module)  # with the number, for files that are dumped now
+        options = numbered(module)
         module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get("kernel")
         return options
 
@@ -67,6 +65,15 @@ def _kernels_without_numbers() -> Iterator[None]:
         yield
     finally:
         dialect.get_or_set_dump_options = numbered
+
+
+def _dialect_that_numbers():
+    """Where JAX numbers kernels; None in JAX 0.10, which does not. Not public: a JAX that moves it is left as it is."""
+    try:
+        from jax._src.lib import mosaic_gpu_dialect as dialect
+    except ImportError:
+        return None
+    return dialect if hasattr(dialect, "get_or_set_dump_options") else None
 
 
 def _writable_directory() -> Path | None:

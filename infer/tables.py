@@ -330,7 +330,8 @@ def peak_note(results: Results) -> str:
     for (device, held), of_runs in peaks.items():
         known = [peak for peak in of_runs if peak is not None]
         span = " to ".join(dict.fromkeys(map(mebibytes, (min(known), max(known))))) if known else UNKNOWN
-        runs = f" ({len(of_runs)} runs)" if len(of_runs) > 1 else ""
+        of = f"{len(known)} of " if len(known) < len(of_runs) else ""
+        runs = f" ({of}{len(of_runs)} runs)" if len(of_runs) > 1 else ""
         names = [name for name in results.drafters if name in held]
         notes.append(f"on {device} with the target and {', '.join(names)}: {span}{runs}")
     return f"Peak device memory of a whole process {'; '.join(notes)}."

@@ -457,8 +457,8 @@ def test_peaks_of_runs_are_put_together(out):
     peaks = [run | {"peak_bytes": 3 * 2**20}, swapped | {"peak_bytes": None}, swapped | {"peak_bytes": 2**20}]
     study.description["runs"] = [*peaks, {"device": "another", "drafters": ["two"], "peak_bytes": None}]
     assert peak_note(Results(study)) == (
-        "Peak device memory of a whole process on one card with the target and one, two: 1.0 MiB to 3.0 MiB (3 runs); "
-        "on another with the target and two: unknown."
+        "Peak device memory of a whole process on one card with the target and one, two: 1.0 MiB to 3.0 MiB "
+        "(2 of 3 runs); on another with the target and two: unknown."
     )
 
 

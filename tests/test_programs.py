@@ -50,7 +50,7 @@ def test_processors_of_other_abilities_have_other_directories(monkeypatch):
 
 
 def test_kernels_are_the_same_whatever_was_compiled_before():
-    """JAX 0.11 counts them, so that no program was found that another command, or other prompts, had compiled."""
+    """JAX 0.11 counts them, 0.10 does not: nothing was found that another command, or other prompts, had compiled."""
 
     def lowered() -> str:
         query, *parts = random_case(1, 8, 1, 1, 64, 64, [5])
