@@ -311,7 +311,7 @@ def test_kills_leave_whole_steps(tmp_path):
             latest = checkpoints.latest
         finally:
             checkpoints.close()
-    assert latest > 4
+    assert latest >= 2 * 4  # each time the run has saved a step, and the test another one
 
 
 def killed_while_saving(directory: Path, chance: random.Random) -> tuple[int, str]:
@@ -324,15 +324,17 @@ def killed_while_saving(directory: Path, chance: random.Random) -> tuple[int, st
         stderr=subprocess.PIPE,
         text=True,
     )
-    started = process.stdout.readline()
+    started = int(process.stdout.readline() or -1)
+    while process.poll() is None and not any(step > started for step in steps_in(directory)):
+        time.sleep(0.001)  # a busy machine has not saved anything after a while that is long on another one
     time.sleep(chance.uniform(0.0, 0.6))
     while process.poll() is None and not list(directory.glob("*tmp*")):
         time.sleep(0.001)
     time.sleep(chance.uniform(0.0, 0.06))
     process.kill()
     said = process.communicate()[1]
-    assert started, said
-    return int(started), said
+    assert started >= 0, said
+    return started, said
 
 
 def assert_whole(checkpoints: Checkpoints):
