@@ -29,7 +29,7 @@ class StackedLayer(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The first `length` [b] key rows, seen by every query row; what lies behind them does not matter."""
+    """The first `length` [b] key rows, seen by every query row; what lies behind them may be anything finite."""
 
     length: jax.Array
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,10 +34,14 @@ class RopeConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> "RopeConfig":
         """Reads the old style (`rope_theta`, `rope_scaling`) and the one of transformers 5 (`rope_parameters`).
 
-        Raises InputError for a rotary type that is not one of `ROPE_KINDS` and for partial rotation.
+        Raises InputError for a rotary type that is not one of `ROPE_KINDS`, for partial rotation, and for layers that
+        rotate differently.
         """
         parameters, scaling = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
         scaling = {**parameters, **scaling}
+        for layers, value in scaling.items():
+            if isinstance(value, Mapping):  # transformers 5, where layers of one kind rotate otherwise than others
+                raise InputError(f"layers of type {layers!r} have a rotation of their own, which is not supported")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ROPE_KINDS:
             raise InputError(f"rotary type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
@@ -102,8 +107,13 @@ class BlockConfig:
         head_dim = _whole(config, "head_dim", hidden // heads, absent=(None,))
         if heads % kv_heads:
             raise InputError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if head_dim % 2:
-            raise InputError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        if head_dim % 2 or not head_dim:
+            what = "odd" if head_dim else "no size"
+            raise InputError(f"head_dim {head_dim} is {what}; rotary embeddings need an even one")
+        rope = RopeConfig.from_hf(config)
+        factors = len(rope.frequency_factors)
+        if factors not in (0, head_dim // 2):
+            raise InputError(f"{FACTORS} has {factors} numbers; head_dim {head_dim} needs {head_dim // 2}")
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise InputError(f"hidden_act {activation!r} is not supported; only 'silu' is")
@@ -114,7 +124,7 @@ class BlockConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=_real(config, "rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(config),
+            rope=rope,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -269,7 +279,7 @@ class DraftConfig:
     query_key_value_bias: bool = False
 
     def __post_init__(self):
-        if not self.spans or any(span < 1 for span in self.spans):
+        if not self.spans or not all(isinstance(span, numbers.Integral) and span >= 1 for span in self.spans):
             raise InputError(f"spans {format_spans(self.spans)!r} must be whole numbers of at least 1")
 
     @classmethod

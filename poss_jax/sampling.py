@@ -1,6 +1,7 @@
 """From logits to the law that a token is drawn from: temperature, top-k, top-p, in transformers' order."""
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ class Sampling:
     def __post_init__(self):
         if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
             raise InputError(f"temperature {self.temperature} must be 0 (greedy) or from {LOWEST_TEMPERATURE} up")
-        if self.top_k < 0:
-            raise InputError(f"top_k {self.top_k} must be 0 (off) or a positive number")
+        if not isinstance(self.top_k, numbers.Integral) or self.top_k < 0:
+            raise InputError(f"top_k {self.top_k} must be 0 (off) or a positive whole number")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
 

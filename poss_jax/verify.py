@@ -50,7 +50,9 @@ def sampled(sampling: Sampling, logits: jax.Array, key: jax.Array, position: jax
 
     def choose(node: jax.Array, depth: int) -> jax.Array:
         token_key = jax.random.fold_in(key, position + depth + 1)
-        return jax.random.categorical(token_key, warp(sampling, logits[node])).astype(jnp.int32)
+        # By default JAX's noise ends at 16 in float32: tokens of less than 1e-7 each would hardly ever be drawn, and
+        # hold a thousandth of the law together where there are 128,000 tokens.
+        return jax.random.categorical(token_key, warp(sampling, logits[node]), mode="high").astype(jnp.int32)
 
     return choose
 

@@ -68,6 +68,16 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_where_the_round_began():
     assert len(others) > 10
 
 
+@pytest.mark.slow
+def test_rare_tokens_are_drawn_as_often_as_they_are_probable():
+    """131,071 tokens of 3e-8 each: 3.9 of 1,000 draws. JAX's usual noise hardly ever reaches them."""
+    law = jnp.full(131072, 3e-8).at[7].set(1 - 131071 * 3e-8)
+    choose = verify.rule_for(Sampling(temperature=1.0))(jnp.log(law)[None], jax.random.key(0), jnp.int32(0))
+    every = jax.jit(lambda: jax.lax.map(lambda depth: choose(0, depth), jnp.arange(1000), batch_size=16))
+    draws = every.lower().compile({"xla_backend_optimization_level": 3})()
+    assert 2 <= int((draws != 7).sum()) <= 10
+
+
 LOGITS = np.random.default_rng(0).normal(0, 2, (6, 40)).astype(np.float32)
 LOGITS[3, :20] = LOGITS[3, 20:]  # every logit twice
 LOGITS[4] = 0.0
@@ -111,6 +121,8 @@ def test_huge_gaps_and_low_temperature_give_no_nan(dtype):
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_k": float("nan")},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": float("nan")},
