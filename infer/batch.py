@@ -16,6 +16,7 @@ from poss_jax import decode
 from poss_jax.decode import Params, Plan, State
 
 SMALLEST_BUCKET, LARGEST_STEP = 16, 512
+ROUNDS_UNSEEN = 64  # between visits of the host where no one waits: Ctrl-C is heard at the next one
 FIRST_SLOTS = 1024  # of the caches of a long text, which double whenever it has filled them
 
 
@@ -112,10 +113,10 @@ class Batch:
                 if before[1][row] == decode.RUNNING and not self.ended[row]:
                     trace.append(round_record(last, row, len(trace), int(before[0][row])))
 
-    def finish(self) -> None:
-        """Runs rounds until every row has stopped."""
+    def finish(self, rounds: int = np.iinfo(np.int32).max) -> None:
+        """Runs rounds until every row has stopped, at most so many between visits of the host."""
         while np.any((self.stopped == decode.RUNNING) & ~self.ended):
-            self.advance(np.iinfo(np.int32).max)
+            self.advance(rounds)
 
     def _grow(self, slots: int) -> None:
         started = time.perf_counter()

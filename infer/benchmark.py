@@ -309,6 +309,8 @@ def run(options: argparse.Namespace) -> None:
     if ended != "done":
         print(f"partial: {ended}; the same command goes on", file=sys.stderr)
     print(f"{path}: the report; python -m infer.study --help has the tables")
+    if "SIGINT" in ended:
+        raise KeyboardInterrupt  # a shell's loop is to end as well
 
 
 def _work(jobs: Jobs, options: argparse.Namespace, started: float) -> str:

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from infer import prompts as prompt_forms
-from infer.batch import Batch
+from infer.batch import ROUNDS_UNSEEN, Batch
 from infer.calibration import Calibration
 from infer.loading import Models, load_models
 from infer.prompts import Prompt
@@ -18,7 +16,7 @@ from infer.settings import Settings
 from infer.text import settled
 from poss_jax.errors import InputError
 
-ROUNDS_PER_VISIT = 8  # how many rounds run on the device before the host looks, when it has to look at all
+ROUNDS_PER_VISIT = 8  # how many rounds run on the device before the host looks, where someone waits for what is there
 
 
 class Generator:
@@ -149,12 +147,12 @@ class Generator:
     def _run(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], settings: Settings, *, looking: bool, trace: bool
     ) -> Iterator[list[Generation]]:
-        """The host loop over one batch. Yields what is there at each visit, after a few rounds if `looking`, else when
-        caches grew; the last answers are finished.
+        """The host loop over one batch. Yields what is there at each visit, after a few rounds if `looking`, else after
+        many; the last answers are finished.
         """
         batch = Batch(self.models, prompts, seeds, settings, self.context(settings), trace=trace)
         batch.compile(self._compiled)
-        rounds = ROUNDS_PER_VISIT if looking else np.iinfo(np.int32).max
+        rounds = ROUNDS_PER_VISIT if looking else ROUNDS_UNSEEN
         answers: list[Generation | None] = [None] * len(prompts)
         seconds, compiling, started = 0.0, batch.compile_seconds, time.perf_counter()
         batch.start()

@@ -11,7 +11,9 @@ class Generation:
     token_ids: new tokens only, a final EOS included. text: decoded without special tokens and cut before a stop
     string; None without a tokenizer. stop_reason: eos, max_new_tokens, stop_string or context; None while running.
     accept_lengths: accepted draft tokens of each round, root and bonus not counted, not cut where the text was.
-    seconds: from prompt to last token, compilation excluded; compile_seconds: spent compiling for its batch.
+    seconds: from prompt to last token, compilation excluded. Rows of a batch run together, and the host sees that one
+    has stopped after 64 rounds at most (8 with stop strings): not to be summed over a batch. compile_seconds: spent
+    compiling for its batch.
     trace: every round's tree, if asked for.
     """
 

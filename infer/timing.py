@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.batch import Batch
+from infer.batch import ROUNDS_UNSEEN, Batch
 from infer.engine import Generator
 from infer.measures import Duration
 from infer.results import Generation
@@ -47,7 +47,7 @@ class Runner:
         """Answers of one batch, of `settings.batch_size` rows whether or not there are as many prompts."""
         batch = self._batch(prompts, seeds, settings, width)
         batch.start()
-        batch.finish()
+        batch.finish(ROUNDS_UNSEEN)
         return [batch.answer(row, 0.0) for row in range(len(prompts))]
 
     def time(self, prompt: list[int], seed: int, settings: Settings, repeats: int) -> Timed:

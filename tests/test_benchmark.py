@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import signal
@@ -230,13 +229,21 @@ def untimed(directory) -> list[str]:
     return sorted(json.dumps(record, sort_keys=True) for record in records)
 
 
-def test_sigterm_and_time_end_the_work_before_a_step():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_work_before_a_step_and_a_second_ctrl_c_at_once(number, capfd):
+    before = signal.getsignal(number)
     with Clock(None, started=0.0) as clock:
         clock.step()
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped, match="SIGTERM"):
+        signal.raise_signal(number)
+        assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C ends it here\n"
+        with pytest.raises(Stopped, match=f"stopped by {number.name}"):
             clock.step()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(number) == before
+
+
+def test_time_ends_the_work_before_a_step():
     clock = Clock(1.0, started=-1e9)
     clock.step()  # the first is always begun
     with pytest.raises(Stopped, match="the time of --minutes is over"):
