@@ -11,31 +11,40 @@ from infer.settings import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The answers to one prompt, drafted and plain, from the same program in the same run."""
+    """The answers to one prompt, as the settings say and plain, from the same program in the same run.
 
-    drafted: Generation
+    drafted: whether the settings draft; auto trees may not.
+    """
+
+    chosen: Generation
     plain: Generation
+    drafted: bool = True
 
     @property
     def identical(self) -> bool:
-        return self.drafted.token_ids == self.plain.token_ids and self.drafted.text == self.plain.text
+        return self.chosen.token_ids == self.plain.token_ids and self.chosen.text == self.plain.text
 
     def to_json(self) -> dict[str, Any]:
-        """The drafted answer's fields, with `identical`, and `plain` for the other one's."""
-        return {**self.drafted.to_json(), "identical": self.identical, "plain": self.plain.to_json()}
+        """The chosen answer's fields, with `drafted` and `identical`, and `plain` for the other one's."""
+        judged = {"drafted": self.drafted, "identical": self.identical}
+        return {**self.chosen.to_json(), **judged, "plain": self.plain.to_json()}
 
     @staticmethod
     def summary(pairs: list["Comparison"]) -> str:
-        """A table over all prompts. Rates count new tokens over seconds without compilation, prompts included."""
-        drafted, plain = _Total.of([p.drafted for p in pairs]), _Total.of([p.plain for p in pairs])
+        """A table over all prompts. Rates count new tokens over seconds without compilation, prompts included.
+        Two plain rows have no speed-up: what they differ by is noise.
+        """
+        drafted = all(pair.drafted for pair in pairs)
+        chosen, plain = _Total.of([p.chosen for p in pairs]), _Total.of([p.plain for p in pairs])
+        speed_up = f"speed-up: {plain.seconds / chosen.seconds * chosen.tokens / max(plain.tokens, 1):.2f} times"
         identical = sum(pair.identical for pair in pairs)
         every = "yes" if identical == len(pairs) else f"only {identical} of {len(pairs)}"
         return "\n".join(
             [
-                f"{'':12}{'tokens':>8}{'rounds':>8}{'tokens/round':>14}{'seconds':>9}{'tokens/s':>10}",
-                drafted.line("drafted"),
+                f"{'':17}{'tokens':>8}{'rounds':>8}{'tokens/round':>14}{'seconds':>9}{'tokens/s':>10}",
+                chosen.line("drafted" if drafted else "as chosen (plain)"),
                 plain.line("plain"),
-                f"speed-up: {plain.seconds / drafted.seconds * drafted.tokens / max(plain.tokens, 1):.2f} times",
+                *([speed_up] if drafted else []),
                 f"identical texts: {every}",
             ]
         )
@@ -60,7 +69,7 @@ class _Total:
     def line(self, name: str) -> str:
         per_round = f"{self.accepted / self.rounds + 1:.3f}" if self.rounds else "-"
         rate = self.tokens / self.seconds
-        return f"{name:12}{self.tokens:>8}{self.rounds:>8}{per_round:>14}{self.seconds:>9.2f}{rate:>10.1f}"
+        return f"{name:17}{self.tokens:>8}{self.rounds:>8}{per_round:>14}{self.seconds:>9.2f}{rate:>10.1f}"
 
 
 def compare(
@@ -69,8 +78,9 @@ def compare(
     """Answers every prompt alone (batch of one, so that seconds belong to it): as the settings say, and then plain.
     Where they are plain, as auto trees may make them, the two differ by chance only.
     """
-    settings = dataclasses.replace(settings, batch_size=1)
+    settings = generator.settle(dataclasses.replace(settings, batch_size=1))
+    drafted = generator.draft is not None and not settings.plain
     for ids in prompts:
-        ((drafted,),) = generator.batches([ids], settings, trace=trace)
+        ((chosen,),) = generator.batches([ids], settings, trace=trace)
         ((plain,),) = generator.batches([ids], dataclasses.replace(settings, plain=True))
-        yield Comparison(drafted, plain)
+        yield Comparison(chosen, plain, drafted)

@@ -225,10 +225,10 @@ def _run_comparison(generator: Generator, encoded: list[list[int]], settings: Se
             if options.json:
                 print(json.dumps(pair.to_json()), flush=True)
             else:
-                _print_generation(pair.drafted, as_json=False)
+                _print_generation(pair.chosen, as_json=False)
             progress.update()
     if options.trace:
-        write_trace(options.trace, [pair.drafted for pair in pairs], settings, generator.draft.config)
+        write_trace(options.trace, [pair.chosen for pair in pairs], settings, generator.draft.config)
     if not options.json:
         print(Comparison.summary(pairs))
 

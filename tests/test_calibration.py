@@ -226,10 +226,27 @@ def test_a_comparison_decodes_as_chosen(files, monkeypatch, capsys):
         assert generate.main(flags) == 0
         pair = json.loads(capsys.readouterr().out)
         assert pair["identical"]
+        assert pair["drafted"] == (speed_up == 2.0)
         assert len(pair["plain"]["accept_lengths"]) == pair["plain"]["rounds"] == 7
         rounds[speed_up] = (pair["rounds"], sum(pair["accept_lengths"]))
     assert rounds[0.5] == (7, 0)
     assert rounds[2.0][0] + rounds[2.0][1] == 7
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "row", "gain"), [(2.0, "drafted", True), (0.5, "as chosen (plain)", False)], ids=["pays", "does not"]
+)
+def test_a_speed_up_is_printed_only_of_a_drafter(files, monkeypatch, capsys, speed_up, row, gain):
+    """Two plain rows differ by noise."""
+    found = {"levels": 3, "total_nodes": 9, "tokens_per_round": 2.0, "speed_up": speed_up}
+    monkeypatch.setattr(Calibration, "_find", lambda *_: found)
+    flags = ["--target", str(files / "target"), "--draft", str(files / "draft"), "--spans", "2,2", "--levels", "auto"]
+    flags += ["--draft-top-k", "3", "--max-new-tokens", "8", "--prompt-ids", "0,5", "--compare"]
+    assert generate.main(flags) == 0
+    _, header, first, second, *rest = capsys.readouterr().out.splitlines()
+    assert len(header) == len(first) == len(second)
+    assert (first[:17].rstrip(), second[:17].rstrip()) == (row, "plain")
+    assert [line.split(": ")[0] for line in rest] == ["speed-up"] * gain + ["identical texts"]
 
 
 def test_mean_over_rounds():

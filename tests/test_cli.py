@@ -349,8 +349,9 @@ def test_compare_prints_both_rates_and_whether_the_texts_are_identical(cli):
 def test_compare_as_json_holds_both_answers(cli):
     ran = cli(f"{WORDS} --compare --json")
     record = json.loads(ran.out)
-    assert list(record) == [*FIELDS, "identical", "plain"]
+    assert list(record) == [*FIELDS, "drafted", "identical", "plain"]
     assert list(record["plain"]) == FIELDS
+    assert record["drafted"] is True
     assert record["identical"] is True
     assert record["text"] == record["plain"]["text"] == TEXT
     assert record["plain"]["accept_lengths"] == [0] * 26
