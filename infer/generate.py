@@ -1,10 +1,11 @@
 """`python -m infer.generate`: answer prompts, losslessly, with a drafter or without."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -116,7 +117,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together (%(default)s)"
     )
     output.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
-    output.add_argument("--trace", metavar="FILE", help="write every round's tree to this file, as JSON")
+    output.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write every round's tree to this file, as JSON; after an interruption, of the prompts that were finished",
+    )
     return parser
 
 
@@ -183,7 +188,7 @@ def generator_from(options: argparse.Namespace) -> Generator:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Everything after the flags; raises InputError before anything is written or run."""
+    """Everything after the flags; raises InputError before any prompt is answered."""
     check_flags(options)
     settings, prompts = settings_from(options), read_prompts(options)
     generator = generator_from(options)
@@ -193,6 +198,11 @@ def run(options: argparse.Namespace) -> None:
         print(f"note: {note}", file=sys.stderr)
     if settings.auto and options.draft is not None and not settings.plain:
         settings = generator.settle(settings, max(len(encoded), 1))
+        if settings.plain and options.trace:
+            raise InputError(
+                f"--trace writes draft trees, and {describe_tree(settings)}; give numbers for --levels and "
+                "--total-nodes, or leave out --trace"
+            )
         print(f"note: {describe_tree(settings)}", file=sys.stderr)
     if options.chat:
         chat(generator, settings, options.system)
@@ -205,30 +215,41 @@ def run(options: argparse.Namespace) -> None:
             _stream(generator, ids, settings)
 
 
-def _run_batches(generator: Generator, encoded: list[list[int]], settings: Settings, options) -> None:
+@contextlib.contextmanager
+def _traced(generator: Generator, settings: Settings, options) -> Iterator[list[Generation]]:
+    """A list for what is finished, whose rounds are in --trace at the end, even if that is an interruption."""
     finished: list[Generation] = []
-    with tqdm(total=len(encoded), unit="prompt", disable=len(encoded) == 1, file=sys.stderr) as progress:
+    try:
+        yield finished
+    finally:
+        if options.trace and finished:
+            write_trace(options.trace, finished, settings, generator.draft.config)
+
+
+def _progress(encoded: list[list[int]]) -> tqdm:
+    return tqdm(total=len(encoded), unit="prompt", disable=len(encoded) == 1, file=sys.stderr)
+
+
+def _run_batches(generator: Generator, encoded: list[list[int]], settings: Settings, options) -> None:
+    with _traced(generator, settings, options) as finished, _progress(encoded) as progress:
         for batch in generator.batches(encoded, settings, trace=bool(options.trace)):
             finished += batch
             for generation in batch:
                 _print_generation(generation, as_json=options.json)
             progress.update(len(batch))
-    if options.trace:
-        write_trace(options.trace, finished, settings, generator.draft.config)
 
 
 def _run_comparison(generator: Generator, encoded: list[list[int]], settings: Settings, options) -> None:
     pairs: list[Comparison] = []
-    with tqdm(total=len(encoded), unit="prompt", disable=len(encoded) == 1, file=sys.stderr) as progress:
+    with _traced(generator, settings, options) as finished, _progress(encoded) as progress:
         for pair in compare(generator, encoded, settings, trace=bool(options.trace)):
             pairs.append(pair)
+            finished.append(pair.chosen)
             if options.json:
                 print(json.dumps(pair.to_json()), flush=True)
             else:
                 _print_generation(pair.chosen, as_json=False)
             progress.update()
-    if options.trace:
-        write_trace(options.trace, [pair.chosen for pair in pairs], settings, generator.draft.config)
     if not options.json:
         print(Comparison.summary(pairs))
 

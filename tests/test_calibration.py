@@ -233,6 +233,21 @@ def test_a_comparison_decodes_as_chosen(files, monkeypatch, capsys):
     assert rounds[2.0][0] + rounds[2.0][1] == 7
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"], ["--json"]])
+def test_no_trace_of_trees_that_are_not_drafted(files, monkeypatch, capsys, more):
+    found = {"levels": 3, "total_nodes": 9, "tokens_per_round": 2.0, "speed_up": 0.5}
+    monkeypatch.setattr(Calibration, "_find", lambda *_: found)
+    flags = ["--target", str(files / "target"), "--draft", str(files / "draft"), "--spans", "2,2", "--levels", "auto"]
+    assert generate.main([*flags, "--prompt-ids", "0,5", "--trace", str(files / "trace.json"), *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1] == (
+        "error: --trace writes draft trees, and no tree is faster than plain decoding here, so decoding is plain; give "
+        "numbers for --levels and --total-nodes, or leave out --trace"
+    )
+    assert not (files / "trace.json").exists()
+
+
 @pytest.mark.parametrize(
     ("speed_up", "row", "gain"), [(2.0, "drafted", True), (0.5, "as chosen (plain)", False)], ids=["pays", "does not"]
 )

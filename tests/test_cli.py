@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from infer import generate
 from infer.generate import main
 from tests import fixtures, golden_data
 
@@ -430,6 +431,29 @@ def test_trace_replaces_the_file_that_was_there(cli, tmp_path):
     assert os.listdir(tmp_path) == ["trace.json"]
     (run,) = json.loads((tmp_path / "trace.json").read_text())["runs"]
     assert run["new_token_ids"] == ANSWER
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("flags", ["", "--compare"])
+def test_a_trace_holds_what_was_finished_before_an_interruption(cli, tmp_path, monkeypatch, flags):
+    actions = iter([lambda *_, **__: None, interrupt])
+    monkeypatch.setattr(generate, "_print_generation", lambda *args, **options: next(actions)(*args, **options))
+    command = f"{NUMBERS} 0,12 0,13 --trace {{trace}} {flags}"
+    assert cli(command, trace=tmp_path / "trace.json").status == 130
+    assert os.listdir(tmp_path) == ["trace.json"]
+    runs = json.loads((tmp_path / "trace.json").read_text())["runs"]
+    assert [run["prompt_ids"] for run in runs] == [[0, 12, 20, 31], [0, 12]]
+    assert runs[0]["new_token_ids"] == ANSWER
+
+
+def test_an_interruption_before_the_first_answer_leaves_the_trace_that_was_there(cli, tmp_path, monkeypatch):
+    (tmp_path / "trace.json").write_text("old")
+    monkeypatch.setattr(generate.Generator, "batches", interrupt)
+    assert cli(f"{NUMBERS} --trace {{trace}}", trace=tmp_path / "trace.json").status == 130
+    assert (tmp_path / "trace.json").read_text() == "old"
 
 
 # ---------------------------------------------------------------------------------------- conversing
