@@ -35,6 +35,10 @@ from infer.settings import Settings, add_attention_flag, add_width_flags
 from infer.timing import Runner, bytes_of, peak_memory
 from poss_jax.errors import InputError
 
+NAMED = {  # flags of names and values: an example, and what to do instead of naming one twice
+    "--drafts": ("poss3=DIR", "training seeds of one drafter are written NAME=DIR,DIR"),
+    "--spans": ("poss3=3,3", "the spans of a drafter are one list"),
+}
 REPORT_SECONDS = 30.0  # kept of --minutes for the table and the report
 
 
@@ -133,12 +137,13 @@ def settings_from(options: argparse.Namespace, **changes: Any) -> Settings:
 def parse_named(texts: Sequence[str], flag: str) -> dict[str, str]:
     """["a=x", "b=y"] gives {"a": "x", "b": "y"}. Raises InputError naming what is not of this form, or is twice."""
     found: dict[str, str] = {}
+    example, remedy = NAMED[flag]
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise InputError(f"{flag} {text!r} must be a name and a value, such as poss3=VALUE")
+            raise InputError(f"{flag} {text!r} must be a name and a value, such as {example}")
         if name in found:
-            raise InputError(f"{flag} names {name} twice; training seeds of one drafter are written NAME=DIR,DIR")
+            raise InputError(f"{flag} names {name} twice; {remedy}")
         found[name] = value
     return found
 
@@ -153,11 +158,19 @@ def load_drafters(options: argparse.Namespace, models: Models) -> dict[tuple[str
     loaded = {}
     for name, directories in drafts.items():
         for training_seed, directory in enumerate(directories.split(",")):
-            with_drafter = with_draft(models, directory, spans.get(name))
+            with_drafter = _with_drafter(models, name, directory, spans.get(name))
             loaded[name, training_seed] = (Generator(with_drafter), describe_drafter(directory, with_drafter))
         if len({generator.draft.config for (other, _), (generator, _) in loaded.items() if other == name}) > 1:
             raise InputError(f"--drafts {name}: training seeds of one drafter must have the same spans and shape")
     return loaded
+
+
+def _with_drafter(models: Models, name: str, directory: str, spans: str | None) -> Models:
+    """`with_draft`, whose errors advise to pass --spans 2,2: here spans have a name in front."""
+    try:
+        return with_draft(models, directory, spans)
+    except InputError as error:
+        raise InputError(str(error).replace("such as --spans ", f"such as --spans {name}=")) from None
 
 
 def describe_drafter(directory: str, models: Models) -> dict[str, Any]:

@@ -284,7 +284,9 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("--drafts {root}/one", "must be a name and a value, such as poss3=VALUE"),
+        ("--drafts {root}/one", "one' must be a name and a value, such as poss3=DIR"),
+        ("--spans 1,1", "--spans '1,1' must be a name and a value, such as poss3=3,3"),
+        ("--spans two=1,1 two=2,2", "--spans names two twice; the spans of a drafter are one list"),
         (
             "--drafts one={root}/one one={root}/two",
             "--drafts names one twice; training seeds of one drafter are written",
@@ -294,7 +296,8 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
             "--drafts one={root}/one,{root}/longer",
             "one: training seeds of one drafter must have the same spans and shape",
         ),
-        ("--drafts one={root}/two", "spans"),
+        ("--drafts one={root}/two", "pass --spans with 2 numbers, such as --spans one=2,2"),
+        ("--drafts one={root}/two --spans one=3", "spans 3 of --spans are for 1 specialist(s)"),
         ("--drafts one={root}/one --spans two=3", "--spans two=3: --drafts has no two"),
         ("--drafts one={root}/none", "none: no such file or directory"),
         ("--prompts {root}/none.jsonl", "none.jsonl: not readable"),
