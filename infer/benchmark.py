@@ -113,6 +113,8 @@ def check_flags(options: argparse.Namespace) -> None:
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise InputError(f"--{name} names {max(values, key=values.count)} twice")
+    if options.timing_temperature is not None and not options.timing_prompts:
+        raise InputError("--timing-temperature needs prompts to time; leave it out, or --timing-prompts 0")
     for temperature in timed_temperatures(options):
         if temperature not in options.temperature:
             raise InputError(f"--timing-temperature {temperature} is not among --temperature; add it there")
@@ -122,7 +124,7 @@ def check_flags(options: argparse.Namespace) -> None:
 
 
 def timed_temperatures(options: argparse.Namespace) -> list[float]:
-    """None where nothing is timed."""
+    """Empty where nothing is timed."""
     if not options.timing_prompts:
         return []
     return options.temperature if options.timing_temperature is None else options.timing_temperature

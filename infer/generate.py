@@ -19,7 +19,7 @@ from infer.engine import Generator
 from infer.loading import DRAFT_DTYPES, DTYPES
 from infer.programs import kept_programs
 from infer.results import Generation
-from infer.settings import Settings, add_attention_flag, add_width_flags, number_or_auto
+from infer.settings import AUTO, Settings, add_attention_flag, add_width_flags, number_or_auto
 from infer.trace import write_trace
 from poss_jax.errors import InputError
 
@@ -161,8 +161,11 @@ def check_flags(options: argparse.Namespace) -> None:
     for flag in ("raw", "json", "trace", "compare"):
         clashes.append((options.chat and getattr(options, flag), f"--chat and --{flag} do not go together"))
     for flag in ("raw", "system"):
-        given = options.prompt_ids is not None and getattr(options, flag)
+        given = options.prompt_ids is not None and getattr(options, flag) not in (None, False)
         clashes.append((given, f"--{flag} is for text; --prompt-ids are taken as they are"))
+    for flag in ("levels", "total_nodes"):
+        measured = getattr(options, flag) == AUTO and options.draft is None
+        clashes.append((measured, f"--{flag.replace('_', '-')} auto needs --draft"))
     for clash, message in clashes:
         if clash:
             raise InputError(message)

@@ -79,10 +79,12 @@ def encode(tokenizer, prompt: Prompt, *, raw: bool, system: str | None) -> list[
 
     The template writes its own special tokens, the raw text gets those that the tokenizer adds unless it begins
     with them: either way there is one beginning-of-text token at most. `system` goes in front of conversations
-    that have no system turn. Token ids are taken as they are.
+    that have no system turn. Token ids are taken as they are, and neither is for them.
     """
     if not isinstance(prompt, str):
         ids = _as_ids(prompt)
+        if ids and (raw or system is not None):
+            raise InputError(f"{'--raw' if raw else '--system'} is for text; token ids are taken as they are")
         if ids is not None:
             return ids
     if tokenizer is None:

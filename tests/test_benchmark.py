@@ -312,6 +312,8 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
         ("--levels 0", "--levels 0 must be a whole number of at least 1"),
         ("--levels 2 3 2", "--levels names 2 twice"),
         ("--timing-temperature 0.5", "--timing-temperature 0.5 is not among --temperature; add it there"),
+        ("--timing-prompts 0 --timing-temperature 5", "--timing-temperature needs prompts to time; leave it out, or"),
+        ("--timing-prompts 0 --timing-temperature 0", "--timing-temperature needs prompts to time; leave it out, or"),
         ("--temperature -1", "temperature -1.0 must be 0 (greedy) or from"),
     ],
 )

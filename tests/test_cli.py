@@ -87,6 +87,8 @@ def paths(tmp_path_factory):
     fixtures.tiny(root / "pickled")
     (root / "pickled" / "model.safetensors").unlink()
     (root / "pickled" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Planted(root / "planted")}, protocol=2))
+    (root / "ids.jsonl").write_text('{"prompt_ids": [0, 12]}\n')
+    (root / "no_turns.jsonl").write_text('{"messages": []}\n')
     (root / "bad.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
     fixed = {
         "root": root,
@@ -550,7 +552,13 @@ REFUSED = [
     (f"{IDS} --draft {{one}} --plain --trace {{root}}/trace.json", "--plain"),
     (f"{IDS} --eos-ids 5 --ignore-eos", "--ignore-eos"),
     (f"{IDS} --system w1", "--system"),
+    (f"{IDS} --system ''", "--system"),
     (f"{IDS} --raw", "--raw"),
+    ("--target {words} --prompts {ids} --system w1", "--system is for text; token ids are taken as they are"),
+    ("--target {words} --prompts {ids} --raw", "--raw is for text; token ids are taken as they are"),
+    ("--target {words} --prompts {no_turns} --system w1", "the prompt is empty"),
+    (f"{IDS} --levels auto", "--levels auto needs --draft"),
+    (f"{IDS} --total-nodes auto", "--total-nodes auto needs --draft"),
     ("--target {words} --system w1 --raw w2", "--system"),
     ("--target {words} --chat --raw", "--raw"),
     ("--target {words} --chat --json", "--json"),

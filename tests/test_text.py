@@ -196,6 +196,9 @@ def test_token_ids_are_taken_as_they_are(tokenizer, ids):
         (" \n", True, None, "empty"),
         (TURN, True, None, "--raw"),
         ("w1", True, "w2", "--system"),
+        ([0, 12], True, None, "--raw is for text; token ids are taken as they are"),
+        ([0, 12], False, "w2", "--system is for text; token ids are taken as they are"),
+        ([0, 12], False, "", "--system is for text; token ids are taken as they are"),
     ],
 )
 def test_prompts_that_cannot_be_encoded_are_refused(tokenizer, prompt, raw, system, message):
