@@ -207,12 +207,53 @@ def test_any_template(tokenizer, template):
     assert predicted(example) == [12, 13, EOT, 14, EOT]
 
 
+# As Phi-3's: the end of sequence behind every text that is no prompt.
+CLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+# As Qwen3's: only the last turn has thoughts.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "replies", "spans"),
+    [
+        (CLOSED, ["w0 w2"], ["w0 w2<|end|>"]),
+        (CLOSED, ["w0 w2", "w1 w2"], ["w0 w2<|end|>", "w1 w2<|end|>"]),
+        (THINKING, ["w3"], ["<think>\n\n</think>\n\nw3<|im_end|>"]),
+        (THINKING, ["w1 w2", "w3"], ["w1 w2<|im_end|>", "<think>\n\n</think>\n\nw3<|im_end|>"]),
+        (THINKING, ["w1", "w1", "w1"], ["w1<|im_end|>"] * 2 + ["<think>\n\n</think>\n\nw1<|im_end|>"]),
+        # Replies that stand in the template's own words too.
+        (THINKING, ["end", "think"], ["end<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]),
+        (THINKING, ["<think>", "w3"], ["<think><|im_end|>", "<think>\n\n</think>\n\nw3<|im_end|>"]),
+    ],
+)
+def test_templates_of_supported_targets_keep_every_conversation(tmp_path, tokenizer, template, replies, spans):
+    messages = []
+    for number, reply in enumerate(replies):
+        messages += [{"role": "user", "content": f"w4{number} w50 w51"}, {"role": "assistant", "content": reply}]
+    encoder = Encoder(tokenizer, 1000, template)
+    text = encoder.render(messages)
+    assert [text[start:end] for start, end in encoder.reply_spans(messages, text, len(text))] == spans
+    path = write(tmp_path / "d.json", [{"messages": messages}])
+    assert load(path, tokenizer, chat_template=template).summary.dropped_records == {}
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{{ messages[-1].content }} {% for m in messages %}{{ m.content }} {% endfor %}",  # reorders
         "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else 'w9' }} {% endfor %}",  # rewrites
         "{% for m in messages %}{{ m.content | upper }} {% endfor %}",
+        # Finished turns get something before the reply, or behind it, or lose their beginning.
+        "{% for m in messages %}{{ '' if loop.last else 'w9 ' }}{{ m.content }} {% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ '' if loop.last else ' w9' }}<|eot_id|>{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim if loop.last else m.content | replace('w2', '') }} {% endfor %}",
     ],
 )
 def test_templates_that_alter_turns_are_found_out(tmp_path, tokenizer, template):

@@ -136,27 +136,44 @@ class Encoder:
     def reply_spans(self, messages: Messages, text: str, limit: int) -> Iterator[tuple[int, int]]:
         """Characters [start, end) of each reply in the rendered `text`, its end-of-turn included, up to `limit`.
 
-        A turn lies between the renderings up to it and with it. Where these are not the beginning of the whole, the
-        template alters or reorders turns, and no mask can be trusted.
+        A turn lies between the renderings up to it and with it. Where the first is not the beginning of the whole, or
+        the turn stands otherwise in it, the template alters or reorders turns, and no mask can be trusted. The second
+        may have more before the reply, as Qwen3's template has in the last turn.
         """
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = self.render(messages[:index]), self.render(messages[: index + 1])
-            if not (text.startswith(before) and text.startswith(after)):
+            before, prompt = self.render(messages[:index]), self.render(messages[:index], opened=True)
+            # Phi-3's template ends every text that is no prompt with the end of sequence; the whole has it once.
+            closing = "" if text.startswith(before) or prompt.startswith(before) else self.tokenizer.eos_token or ""
+            before = before.removesuffix(closing)
+            if not text.startswith(before):
                 raise Dropped(REWRITTEN)
+            after = self.render(messages[: index + 1]).removesuffix(closing)
             # What the prompt for a generation adds is no part of the reply. A template without such a prompt begins
             # the turn itself, and one may put more there ("<think>") than finished turns have.
-            opened = _common_length(text, self.render(messages[:index], opened=True), len(before))
+            opened = _common_length(text, prompt, len(before))
             reply = message["content"].strip()
-            found = text.find(reply, opened, len(after))
-            found = text.find(reply, len(before), len(after)) if found < 0 else found
+            latest = min(_common_length(text, after, len(before)) + len(reply), len(after))
+            found = text.find(reply, opened, latest)
+            found = text.find(reply, len(before), latest) if found < 0 else found
             if found < 0:
                 raise Dropped(REWRITTEN)
             start = opened if len(before) < opened <= found else found
             if start >= limit:
                 return
-            yield start, len(after.rstrip())  # a line break after the end-of-turn token is never generated
+            yield start, _turn_end(text, after, reply, found)
+
+
+def _turn_end(text: str, after: str, reply: str, found: int) -> int:
+    """Where the turn of the reply that was found in `text` ends; `after` ends with the same turn."""
+    place, end = after.find(reply, found), found + len(reply)
+    while place >= 0:  # the reply may stand in the template's own words too
+        tail = after[place + len(reply) :]
+        if text.startswith(tail, end):
+            return end + len(tail.rstrip())  # a line break after the end-of-turn token is never generated
+        place = after.find(reply, place + 1)
+    raise Dropped(REWRITTEN)
 
 
 def _check_length(max_length: int) -> None:
