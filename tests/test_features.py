@@ -25,7 +25,7 @@ from poss_jax import llama
 from poss_jax.errors import InputError
 from tests import fixtures
 from train import data, features
-from train.conversations import DataSource, Summary
+from train.conversations import DUPLICATE, EMPTY, DataSource, Summary
 from train.examples import NO_REPLY_LEFT, Dataset, Example, FeatureKind
 from train.features import check_features, padded_width, parse_part, target_fingerprint
 from train.packing import Batches
@@ -429,14 +429,49 @@ def test_prepared_sources_among_others(root, tmp_path):
     weighted = load(f"{tmp_path / 'a'}:0.5", f"{root / 'b.json'}:0.25", tokenizer=tokenizer)
     same(weighted, load(f"{root / 'a.json'}:0.5", f"{root / 'b.json'}:0.25", tokenizer=tokenizer))
     # Sources inside share a weight by their examples, 11 and 9, so together they are taken as one.
-    nested = load(f"{tmp_path / 'both'}:2", f"{root / 'b.json'}:0.5", tokenizer=tokenizer)
+    (tmp_path / "c.json").write_text(json.dumps([{"text": f"w3 w4 w{number}"} for number in range(9)]))
+    nested = load(f"{tmp_path / 'both'}:2", f"{tmp_path / 'c.json'}:0.5", tokenizer=tokenizer)
     assert [source.weight for source in nested.sources] == [2 * 11 / 20, 2 * 9 / 20, 0.5]
     assert [example.source for example in nested.examples] == [0] * 11 + [1] * 9 + [2] * 9
     write_prepared(weighted, tmp_path / "weighted")
     with pytest.raises(InputError, match="weighted: was prepared with weights"):
-        load(tmp_path / "weighted", root / "b.json", tokenizer=tokenizer)
-    shares = [source.weight for source in load(f"{tmp_path / 'weighted'}:3", f"{tmp_path / 'a'}:1").sources]
+        load(tmp_path / "weighted", tmp_path / "c.json", tokenizer=tokenizer)
+    write_prepared(load(tmp_path / "c.json", tokenizer=tokenizer), tmp_path / "c")
+    shares = [source.weight for source in load(f"{tmp_path / 'weighted'}:3", f"{tmp_path / 'c'}:1").sources]
     assert shares == [2.0, 1.0, 1.0]
+
+
+def test_an_example_of_an_earlier_source_is_a_duplicate_prepared_or_not(root, tmp_path):
+    tokenizer = tokenizer_of(root)
+    few = [conversation(number) for number in (3, 5, 10)]
+    (tmp_path / "few.json").write_text(json.dumps([*few, {"text": "w9 w9 w9"}]))
+    for name in (root / "a.json", root / "b.json", tmp_path / "few.json"):
+        write_prepared(load(name, tokenizer=tokenizer), tmp_path / name.stem)
+    few, prepared = tmp_path / "few.json", tmp_path / "few"
+    for one, other in ((tmp_path / "a", few), (root / "a.json", prepared), (tmp_path / "a", prepared)):
+        both = load(one, other, tokenizer=tokenizer)
+        assert [(e.source, e.record) for e in both.examples] == [*((0, n) for n in range(11)), (1, 3)]
+        assert both.summary.dropped_records == {DUPLICATE: 4, EMPTY: 1}  # one within a.json itself
+        assert (both.summary.read, both.summary.kept) == (17, 12)
+        assert both.summary.truncated == load(one, tokenizer=tokenizer).summary.truncated
+        assert both.summary.tokens == sum(len(example.tokens) for example in both.examples)
+        assert both.summary.supervised == sum(example.supervised.sum() for example in both.examples)
+        assert load(other, one, tokenizer=tokenizer).examples[4].record == 0
+    with pytest.raises(InputError, match="b: gives no example .duplicate"):
+        load(root / "b.json", tmp_path / "b", tokenizer=tokenizer)
+    # Weights are shares of what is left.
+    halves = load(f"{few}:1", f"{tmp_path / 'a'}:1", tokenizer=tokenizer)
+    assert [example.source for example in halves.examples] == [0] * 4 + [1] * 8
+
+
+def test_features_stay_with_their_examples_where_others_are_duplicates(root, tmp_path):
+    every = open_prepared(root / "features")
+    write_prepared(dataclasses.replace(every, examples=every.examples[2:5]), tmp_path / "some")
+    both = load(tmp_path / "some", root / "features")
+    assert [e.record for e in both.examples] == [2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10]
+    assert [e.source for e in both.examples] == [0] * 3 + [1] * 8
+    for example in both.examples:
+        np.testing.assert_array_equal(example.features, every.examples[example.record].features)
 
 
 def test_sources_that_do_not_go_together(root, tmp_path):

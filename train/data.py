@@ -207,19 +207,22 @@ def load_dataset(
     """Reads, cleans and encodes all sources. `records`: read that many of each at most.
 
     A source may be the directory of a prepared data set, whose examples are taken as they are, or cut at `max_length`;
-    if all are, there need be no tokenizer. What is a duplicate is found out among the other sources only.
+    if all are, there need be no tokenizer. Duplicates go: conversations and texts that were met before, and examples,
+    prepared ones too, with the tokens of one of an earlier source.
 
     Raises InputError where a source cannot be read at all or gives no example, or two do not go together.
     """
     _check_length(max_length)
     encoder, parts = None, []
     seen: set[bytes] = set()
+    met: set[bytes] = set()
     for source in sources:
         if is_prepared(source.name):
             part = _load_prepared(source, tokenizer, max_length, records)
         else:
             encoder = encoder or Encoder(tokenizer, max_length, chat_template)
             part = _load_records(source, encoder, seen, records)
+        part = part.without(met) if len(sources) > 1 else part
         if not part.examples:
             reasons = part.summary.dropped_records.most_common(1)
             raise InputError(f"{source.name}: gives no example ({reasons[0][0] if reasons else 'holds no records'})")

@@ -10,7 +10,7 @@ import numpy as np
 
 from poss_jax.config import TargetConfig
 from poss_jax.errors import InputError
-from train.conversations import DataSource, Summary
+from train.conversations import DUPLICATE, DataSource, Summary
 
 NO_REPLY_LEFT = "no reply within the greatest length"  # why records go
 
@@ -110,15 +110,33 @@ class Dataset:
             return dataclasses.replace(self, max_length=max_length)
         pairs = [(example, example.cut(max_length)) for example in self.examples]
         pairs = [(whole, short) for whole, short in pairs if short.supervised.any()]
-        examples = [short for _, short in pairs]
+        truncated = sum(len(whole.tokens) > max_length for whole, _ in pairs)
+        fewer = self._keeping([short for _, short in pairs], NO_REPLY_LEFT, truncated)
+        return dataclasses.replace(fewer, max_length=max_length)
+
+    def without(self, met: set[bytes]) -> "Dataset":
+        """Without the examples whose tokens were met in earlier sources, counted in the summary; those of the others
+        are added to `met`. Within the data set all stay.
+        """
+        keys = [hashlib.blake2b(example.tokens.tobytes(), digest_size=16).digest() for example in self.examples]
+        kept = [example for example, key in zip(self.examples, keys, strict=True) if key not in met]
+        gone = [example for example, key in zip(self.examples, keys, strict=True) if key in met]
+        met.update(keys)
+        if not gone:
+            return self
+        # Which examples were cut is not kept: those of the greatest length, but for a few that just fit.
+        truncated = self.summary.truncated - sum(len(example.tokens) == self.max_length for example in gone)
+        return self._keeping(kept, DUPLICATE, max(truncated, 0))
+
+    def _keeping(self, examples: list[Example], reason: str, truncated: int) -> "Dataset":
+        """With these of its examples alone; the summary says why the others went."""
         summary = copy.deepcopy(self.summary)
         if len(examples) < len(self.examples):
-            summary.dropped_records[NO_REPLY_LEFT] += len(self.examples) - len(examples)
-        summary.kept = len(examples)
-        summary.truncated = sum(len(whole.tokens) > max_length for whole, _ in pairs)
+            summary.dropped_records[reason] += len(self.examples) - len(examples)
+        summary.kept, summary.truncated = len(examples), truncated
         summary.tokens = sum(len(example.tokens) for example in examples)
         summary.supervised = sum(int(example.supervised.sum()) for example in examples)
-        return dataclasses.replace(self, examples=examples, summary=summary, max_length=max_length)
+        return dataclasses.replace(self, examples=examples, summary=summary)
 
     def weighted(self, weight: float) -> "Dataset":
         """With all sources together having this weight: shared out by their own weights, or else by their examples."""
