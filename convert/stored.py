@@ -176,7 +176,9 @@ def misfit(name: str, tensor: Stored | None, shape: tuple[int, ...]) -> str | No
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
     """The narrowest type that holds the values of all; float32 for bfloat16 and float16 together."""
     kinds = set(map(np.dtype, dtypes))
-    return np.dtype(np.float32) if kinds == set(EXPONENTS) else np.result_type(*kinds)
+    if kinds >= set(EXPONENTS):  # which numpy cannot join
+        kinds = kinds - set(EXPONENTS) | {np.dtype(np.float32)}
+    return np.result_type(*kinds)
 
 
 def stored(source: Mapping[str, np.ndarray], name: str) -> Stored:

@@ -25,6 +25,7 @@ from train.data import (
 )
 from train.examples import NO_REPLY_LEFT, Dataset, Example
 from train.packing import Batches
+from train.store import write_prepared
 
 BOS, EOT, START, END, SYSTEM, USER, ASSISTANT, BREAK = 0, 1, 2, 3, 6, 7, 8, 9
 
@@ -448,6 +449,14 @@ def test_show(tmp_path, capsys):
     capsys.readouterr()
     assert main([*arguments, str(tmp_path / "d.json")]) == 2
     assert "--chat-template" in capsys.readouterr().err
+
+
+def test_what_is_prepared_is_not_shown_without_a_tokenizer(tmp_path, capsys, tokenizer):
+    write_prepared(load(write(tmp_path / "d.json", [GOOD]), tokenizer), tmp_path / "set")
+    (tmp_path / "target").mkdir()
+    assert main(["show", "--target", str(tmp_path / "target"), "--data", str(tmp_path / "set")]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {tmp_path / 'target'}: has no tokenizer, which shows tokens as text; pass --tokenizer DIR\n"
 
 
 def test_wrong_flags_are_one_line():

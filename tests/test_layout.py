@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from convert import layout
 from convert.load import on_devices
 from convert.names import Entry, leaves_of, tree_of
-from convert.stored import Tensors, all_finite
+from convert.stored import Tensors, all_finite, common_dtype
 from poss_jax import sharding
 from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
@@ -173,3 +173,18 @@ def test_trees_and_their_leaves():
     tree = {"a": 1, "layers": [{"x": 2}, {"x": 3}], "b": {"c": 4}}
     assert tree_of(leaves) == tree
     assert leaves_of(tree) == leaves
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "common"),
+    [
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("float16 bfloat16", "float32"),
+        ("bfloat16 float32", "float32"),
+        ("float16 bfloat16 float32", "float32"),
+        ("float16 bfloat16 float64", "float64"),
+    ],
+)
+def test_the_common_type_holds_the_values_of_all(dtypes, common):
+    assert common_dtype(map(np.dtype, dtypes.split())) == common

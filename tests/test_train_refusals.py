@@ -11,6 +11,7 @@ def root(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("refusals"))
 
 
+SECOND = ("--processes", "2", "--process-id", "1")
 REFUSED = [
     (("--steps", "3", "--epochs", "1"), "--steps, --epochs or --minutes"),
     (("--steps", "0"), "--steps 0: must be above 0"),
@@ -39,6 +40,13 @@ REFUSED = [
     (("--seed", "-1"), "--seed -1: must be from 0"),
     (("--processes", "2"), "--processes and --process-id need --coordinator"),
     (("--coordinator", "localhost:1"), "--coordinator needs --processes and --process-id"),
+    (("--coordinator", "nonsense", *SECOND), "--coordinator nonsense: must be HOST:PORT"),
+    (("--coordinator", ":1234", *SECOND), "--coordinator :1234: must be HOST:PORT"),
+    (("--coordinator", "host:0", *SECOND), "--coordinator host:0: must be HOST:PORT"),
+    (("--coordinator", "host:70000", *SECOND), "--coordinator host:70000: must be HOST:PORT"),
+    (("--coordinator", "host:1", "--processes", "0", "--process-id", "0"), "--processes 0: must be at least 1"),
+    (("--coordinator", "host:1", "--processes", "2", "--process-id", "5"), "--process-id 5: must be from 0 to 1"),
+    (("--coordinator", "host:1", "--processes", "2", "--process-id", "-1"), "--process-id -1: must be from 0 to 1"),
 ]
 
 
@@ -53,3 +61,13 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, flags, said):
 def test_a_batch_that_the_mesh_does_not_divide_is_refused_too(root, tmp_path, capsys):
     flags = ("--batch-size", "6", "--mesh", "data=2,fsdp=2")
     test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, flags, "--batch-size 6: must be a multiple of 4")
+
+
+def test_auto_off_a_cluster_is_refused_too(root, tmp_path, capsys, monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")  # as JAX says it
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    flags = ("--coordinator", "auto")
+    said = "--coordinator auto: this is no TPU pod or Slurm job (coordinator_address should be defined.)"
+    test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, flags, said)

@@ -415,3 +415,23 @@ def test_the_benchmark_prints_one_object(monkeypatch, capsys):
     assert printed["compile_seconds"] > 0
     assert np.isfinite(printed["loss"])
     assert set(printed) >= {"device", "gflop_per_token", "model_flop_utilisation", "peak_gib"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--repeats 0", "--repeats 0: must be at least 1"),
+        ("--warmup -1", "--warmup -1: must be at least 0"),
+        ("--batch-size 0", "--batch-size 0: must be at least 1"),
+        ("--max-length 2", "--max-length 2: must be at least 3"),
+        ("--attention cudnn --dtype float32", "--attention cudnn needs an NVIDIA GPU and --dtype bfloat16"),
+        pytest.param(
+            "--mesh data=2 --batch-size 3", "--batch-size 3: must be a multiple of 2", marks=pytest.mark.devices(2)
+        ),
+    ],
+)
+def test_the_benchmark_refuses_in_one_line(capsys, flags, message):
+    assert benchmark.main(flags.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1

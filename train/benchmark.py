@@ -20,9 +20,11 @@ from infer.shapes import SHAPES, random_params
 from poss_jax import sharding
 from poss_jax.attention import TRAINING_KERNELS
 from poss_jax.config import DraftConfig, TargetConfig, parse_spans
+from poss_jax.errors import InputError
 from poss_jax.llama import parameter_specs
 from poss_jax.objective import Objective, Rows
 from poss_jax.specialist import draft_specs
+from train.models import choose_attention
 from train.step import OptimizerConfig, Trainer
 
 PEAK_FLOPS = 989e12  # dense bfloat16 of one H100 or H200
@@ -58,13 +60,24 @@ def random_rows(config: TargetConfig, batch: int, length: int, features: bool, d
     )
 
 
+def check_flags(options: argparse.Namespace) -> None:
+    """Raises InputError for numbers that cannot be, and for a kernel that cannot run here."""
+    for name, least in (("batch_size", 1), ("max_length", 3), ("warmup", 0), ("repeats", 1)):
+        if getattr(options, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+    choose_attention(options.attention, options.dtype)
+
+
 def measure(options: argparse.Namespace) -> dict:
     """The figures, as a dictionary."""
+    check_flags(options)
     target = SHAPES[options.shape]
     mesh = sharding.training_mesh(options.mesh)
+    if options.batch_size % (groups := sharding.row_groups(mesh)):
+        raise InputError(f"--batch-size {options.batch_size}: must be a multiple of {groups}, as --mesh splits it")
     dtype = jnp.dtype(options.dtype)
     draft = DraftConfig(target.block, target.vocab_size, parse_spans(options.spans))
-    objective = Objective(target, draft, row_groups=sharding.row_groups(mesh), kernel=options.attention)
+    objective = Objective(target, draft, row_groups=groups, kernel=options.attention)
     specs = draft_specs(draft)
     trainer = Trainer(objective, OptimizerConfig(), mesh, specs)
     needed = parameter_specs(target)

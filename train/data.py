@@ -326,6 +326,9 @@ def show(options: argparse.Namespace) -> None:
     if options.count < 0:
         raise InputError(f"--count {options.count}: must not be negative")
     tokenizer = load_tokenizer(locate(options.tokenizer or options.target))
+    if tokenizer is None:
+        name = options.tokenizer or options.target
+        raise InputError(f"{name}: has no tokenizer, which shows tokens as text; pass --tokenizer DIR")
     dataset = dataset_from(options, tokenizer)
     count = min(options.count, len(dataset.examples))
     for index in np.linspace(0, len(dataset.examples) - 1, count).astype(int).tolist():

@@ -1,4 +1,4 @@
-"""What training starts from: the frozen target and the drafter, on the mesh."""
+"""What training starts from: the frozen target and its kernel of attention, and the drafter, on the mesh."""
 
 import dataclasses
 from typing import Any
@@ -14,6 +14,14 @@ from poss_jax.errors import InputError
 from poss_jax.llama import ParameterSpec
 from poss_jax.objective import Params
 from poss_jax.specialist import draft_specs, init_draft
+
+
+def choose_attention(name: str, dtype: str) -> str:
+    """ "auto" made definite. Raises InputError for a kernel that cannot run here."""
+    possible = jax.default_backend() == "gpu" and dtype == "bfloat16"
+    if name == "cudnn" and not possible:
+        raise InputError("--attention cudnn needs an NVIDIA GPU and --dtype bfloat16")
+    return ("cudnn" if possible else "plain") if name == "auto" else name
 
 
 def load_frozen(source: Source, mesh: Mesh, dtype: str, *, features_stored: bool) -> tuple[TargetConfig, Params]:

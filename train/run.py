@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from convert.checkpoint import Source, read_json, write_json
+from convert.checkpoint import Source, first_line, read_json, write_json
 from convert.command import OneLineParser, exit_status
 from convert.load import target_config
 from convert.save import save_draft
@@ -42,7 +42,7 @@ from train.features import check_features
 from train.feed import Feed, stack
 from train.loop import Logs, Loop, Pace
 from train.metrics import EVALUATIONS, MetricsLog, last_line
-from train.models import StartDrafter, load_frozen, start_drafter
+from train.models import StartDrafter, choose_attention, load_frozen, start_drafter
 from train.packing import PACKINGS, Batches
 from train.schedule import RunLength, Schedule
 from train.step import CLIPPINGS, OptimizerConfig, Trainer, TrainState
@@ -135,10 +135,23 @@ def connect(options: argparse.Namespace) -> None:
             raise InputError("--processes and --process-id need --coordinator")
         return
     if options.coordinator == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:  # it found no cluster, or not all that it must know of it
+            raise InputError(
+                f"--coordinator auto: this is no TPU pod or Slurm job ({first_line(error)}); "
+                "give --coordinator HOST:PORT, --processes and --process-id"
+            ) from error
         return
     if options.processes is None or options.process_id is None:
         raise InputError("--coordinator needs --processes and --process-id, or 'auto'")
+    host, _, port = options.coordinator.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise InputError(f"--coordinator {options.coordinator}: must be HOST:PORT, such as 10.0.0.1:1234, or 'auto'")
+    if options.processes < 1:
+        raise InputError(f"--processes {options.processes}: must be at least 1")
+    if not 0 <= options.process_id < options.processes:
+        raise InputError(f"--process-id {options.process_id}: must be from 0 to {options.processes - 1}")
     jax.distributed.initialize(options.coordinator, options.processes, options.process_id)
 
 
@@ -199,14 +212,6 @@ def split(dataset: Dataset, options: argparse.Namespace) -> tuple[Dataset, Datas
     training, held_out = dataset.split(count, options.seed)
     # Weights are shares of what is trained on; of what is held out every example counts.
     return training, dataclasses.replace(held_out, sources=tuple(DataSource(s.name) for s in held_out.sources))
-
-
-def choose_attention(name: str, dtype: str) -> str:
-    """ "auto" made definite. Raises InputError for a kernel that cannot run here."""
-    possible = jax.default_backend() == "gpu" and dtype == "bfloat16"
-    if name == "cudnn" and not possible:
-        raise InputError("--attention cudnn needs an NVIDIA GPU and --dtype bfloat16")
-    return ("cudnn" if possible else "plain") if name == "auto" else name
 
 
 @dataclasses.dataclass(frozen=True)
