@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file
 from tests import fixtures
 from tests.overfit import replace_tensors
 from tests.training import (
+    arguments,
     assert_close,
     assert_same_run,
     conversation,
@@ -28,7 +31,7 @@ from tests.training import (
     train,
     write_inputs,
 )
-from train import features
+from train import STARTED, features, run
 from train.checkpoint import Checkpoints
 from train.feed import Feed
 from train.loop import StopRequest
@@ -365,6 +368,19 @@ def test_minutes_end_the_run_and_its_learning_rate(root, tmp_path):
     assert training < seconds
     assert train(root, out, *flags, "--resume") == 0  # its time is over
     assert len(lines(out)) == len(rates)
+
+
+def test_the_minutes_of_a_command_count_from_before_its_imports(root, tmp_path, monkeypatch):
+    """Those of several runs in one process from each call."""
+    loaded = "import sys, train, time; print(time.monotonic() - train.STARTED < 1, 'jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "True False\n"
+    given, began = [], time.monotonic()
+    monkeypatch.setattr(run, "prepare", lambda options: None)
+    monkeypatch.setattr(run, "train", lambda prepared, started: (given.append(started), "done"))
+    flags = arguments(root, tmp_path, "--minutes", "1")
+    monkeypatch.setattr(sys, "argv", ["train.run", *flags])
+    assert run.main() == run.main(flags) == 0
+    assert given[0] == STARTED < began <= given[1]
 
 
 def test_an_output_directory_of_another_run_is_refused(root, whole, tmp_path, capsys):

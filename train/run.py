@@ -33,6 +33,7 @@ from poss_jax.errors import InputError
 from poss_jax.losses import LossWeights
 from poss_jax.objective import Objective, Params
 from poss_jax.specialist import draft_specs
+from train import STARTED
 from train.checkpoint import Checkpoints
 from train.conversations import DataSource
 from train.data import add_data_flags, dataset_from
@@ -341,9 +342,8 @@ def _open_logs(run: Run, step: int) -> Logs:
     return Logs(MetricsLog(run.out, **options), MetricsLog(run.out, filename=EVALUATIONS, **options))
 
 
-def run(options: argparse.Namespace) -> None:
-    """Everything after the flags."""
-    started = time.monotonic()
+def run(options: argparse.Namespace, started: float) -> None:
+    """Everything after the flags. started: the moment, on the monotonic clock, from which --minutes counts."""
     connect(options)
     directory, ending = train(prepare(options), started)
     if jax.process_index() == 0:
@@ -353,11 +353,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see `exit_status`."""
+    """The command; see `exit_status`. Called with arguments, it is one of several runs in a process."""
+    started = STARTED if arguments is None else time.monotonic()
     options = build_parser().parse_args(arguments)
     # Several hosts would have to share the directory, and may not: then only one that JAX was told of is used.
     with kept_programs() if options.coordinator is None else contextlib.nullcontext():
-        return exit_status(run, options)
+        return exit_status(lambda options: run(options, started), options)
 
 
 if __name__ == "__main__":
