@@ -43,11 +43,15 @@ With poss-jax:
 
 def model_card(config: DraftConfig, parameters: int, notes: dict[str, Any] | None = None) -> str:
     """The text of README.md. `notes` may hold `target`, `data`, `init_from`, `step` and `evaluation`, as `train.run`
-    writes them; what they lack the card calls not recorded.
+    writes them; what they lack the card calls not recorded. Where the evaluation is of another update than `step`, the
+    card says of which.
     """
     notes = notes if isinstance(notes, dict) else {}  # of a config that others may have written
     target, evaluation = notes.get("target"), notes.get("evaluation")
     evaluation = evaluation if isinstance(evaluation, dict) else {}
+    evaluated, step = evaluation.get("step"), notes.get("step")
+    # A run that was stopped has figures of an earlier update than its weights.
+    earlier = "" if None in (evaluated, step) or evaluated == step else f" at update {evaluated}"
     is_hub_id = HUB_ID.fullmatch(str(target)) and not Path(str(target)).exists()
     data, one_of = notes.get("data"), notes.get("specialist")
     return _TEXT.format(
@@ -63,14 +67,15 @@ def model_card(config: DraftConfig, parameters: int, notes: dict[str, Any] | Non
         data=", ".join(map(str, data)) if isinstance(data, list) else data or NOT_RECORDED,
         init_from=notes.get("init_from") or NOT_RECORDED,
         step=notes.get("step", NOT_RECORDED),
-        tokens_per_round=_figures(evaluation.get("tokens_per_round")),
-        acceptance=_figures(evaluation.get("acceptance")),
+        tokens_per_round=_figures(evaluation.get("tokens_per_round"), earlier),
+        acceptance=_figures(evaluation.get("acceptance"), earlier),
     )
 
 
-def _figures(values: Any) -> str:
+def _figures(values: Any, earlier: str) -> str:
     values = values if isinstance(values, list) else [values]
-    return " ".join(f"{value:.3f}" for value in values if isinstance(value, int | float)) or NOT_RECORDED
+    shown = " ".join(f"{value:.3f}" for value in values if isinstance(value, int | float))
+    return shown + earlier if shown else NOT_RECORDED
 
 
 def _kind(spans: tuple[int, ...]) -> str:

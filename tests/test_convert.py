@@ -333,6 +333,22 @@ def test_the_model_card_tells_what_is_recorded(tmp_path):
     assert "| training data | not recorded |" in bare
 
 
+@pytest.mark.parametrize(
+    ("notes", "tokens", "acceptance"),
+    [
+        ({"step": 1200, "evaluation": {"step": 1200}}, "2.500", "0.750 0.500"),
+        ({"step": 1234, "evaluation": {"step": 1200}}, "2.500 at update 1200", "0.750 0.500 at update 1200"),
+        ({"evaluation": {"step": 1200}}, "2.500", "0.750 0.500"),
+        ({"step": 1234, "evaluation": {}}, "2.500", "0.750 0.500"),
+    ],
+)
+def test_the_model_card_says_of_which_update_its_figures_are(notes, tokens, acceptance):
+    notes["evaluation"] |= {"tokens_per_round": 2.5, "acceptance": [0.75, 0.5]}
+    card = model_card(load_draft(Source.open(GOLDEN_DRAFTS / "poss3"), in_numpy, (3, 3)).config, 7, notes)
+    assert f"| tokens per round on held-out conversations, one drafted chain | {tokens} |\n" in card
+    assert f"| acceptance by draft position, given that all before it were accepted | {acceptance} |\n" in card
+
+
 # ------------------------------------------------------------------------------------------ targets
 
 

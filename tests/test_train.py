@@ -349,6 +349,15 @@ def test_checkpoints_where_asked_also_without_evaluations(root, tmp_path):
     assert not (tmp_path / "best").exists()
 
 
+def test_the_card_of_a_stopped_run_says_of_which_update_its_figures_are(root, tmp_path, stop_at):
+    stop_at(3)
+    assert train(root, tmp_path, "--steps", "9", "--held-out", "8", "--evaluate-every", "2") == 0
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "| updates | 3 |" in card
+    assert len(re.findall(r"\d at update 2 \|", card)) == 2
+    assert "at update" not in (tmp_path / "best" / "README.md").read_text()
+
+
 def test_minutes_end_the_run_and_its_learning_rate(root, tmp_path):
     began = time.monotonic()
     assert train(root, tmp_path / "first", "--steps", "2") == 0
