@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="target or drafter: directory, hub id or GGUF file")
     parser.add_argument("out", help="new directory")
     parser.add_argument("--spans", help="draft positions of each specialist of a drafter, such as 2,2,2")
-    parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer (default: the target's)")
+    parser.add_argument("--tokenizer", help="directory or hub id of a target's tokenizer (default: its own)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="round weights to this type (default: as they are, GGUF float32)"
     )
@@ -57,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags."""
     source = Source.open(options.source)
+    if is_draft(source) and options.tokenizer:
+        raise InputError(f"{options.source}: is a drafter; --tokenizer is for targets")
     if is_draft(source):
         print(convert_draft(source, options))
     elif options.spans:

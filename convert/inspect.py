@@ -67,9 +67,16 @@ def _plan(source: Source, spans: tuple[int, ...] | None) -> tuple[str, dict[str,
     try:
         config, entries, tensors = target_plan(source) if kind == "target" else draft_plan(source, spans)
     except InputError as error:
-        fields = {"specialists": count_specialists(source)} if kind == "drafter" else {}
-        return kind, fields, [str(error).removeprefix(f"{source.path}: ")]
+        return kind, _specialists(source) if kind == "drafter" else {}, [str(error).removeprefix(f"{source.path}: ")]
     return kind, (_target_fields if kind == "target" else _draft_fields)(config), tensors.problems(entries)
+
+
+def _specialists(source: Source) -> dict[str, Any]:
+    """What is said of a drafter where its config says too little; nothing where it has none, or is of another kind."""
+    try:
+        return {"specialists": count_specialists(source)}
+    except InputError:
+        return {}
 
 
 def _target_fields(config: TargetConfig) -> dict[str, Any]:

@@ -8,14 +8,13 @@ What each program wants, and what it cannot run, is in `engines`.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
 from convert.engines import FORMATS, only_specialist
-from convert.load import in_numpy, load_draft, target_plan
+from convert.load import find_drafter, in_numpy, load_draft, target_plan
 from convert.output import new_directory
 from convert.save import DTYPES, save_draft, stored_dtype
 from poss_jax.config import DraftConfig, format_spans, parse_spans
@@ -68,18 +67,6 @@ def embedding_of(target: str, config: DraftConfig) -> np.ndarray:
     if entry.spec.shape != (config.vocab_size, config.block.hidden_size):
         raise InputError(f"--target {target}: has an embedding of {entry.spec.shape}; the drafter is another target's")
     return np.asarray(tensors.parameter(entry))
-
-
-def find_drafter(name: str) -> str | Path:
-    """The drafter's directory, which a training run has inside its own."""
-    path = Path(name).expanduser()
-    if not path.is_dir() or (path / "config.json").exists():
-        return name
-    if (path / "drafter" / "config.json").exists():
-        return path / "drafter"
-    if (path / "checkpoints").exists():
-        raise InputError(f"{name}: this run has not written its drafter yet; end it with train.run --resume")
-    return name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -555,6 +555,13 @@ def test_a_target_has_no_spans(models, tmp_path, capsys):
     assert "is a target; --spans is for drafters" in capsys.readouterr().err
 
 
+def test_a_tokenizer_is_not_for_drafters(tmp_path, capsys):
+    source = GOLDEN_DRAFTS / "hass"
+    assert from_hf.main([str(source), str(tmp_path / "out"), "--tokenizer", "org/tokenizer"]) == 2
+    assert capsys.readouterr().err == f"error: {source}: is a drafter; --tokenizer is for targets\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_values_too_large_for_the_type_are_refused(tmp_path, models, capsys):
     shutil.copytree(models / "tiny", tmp_path / "in")
     tensors = {name: tensor.copy() for name, tensor in load_file(tmp_path / "in" / "model.safetensors").items()}
@@ -591,6 +598,27 @@ def test_inspect_says_what_a_target_is_as_json(models, capsys):
     assert found["bytes"] == 4 * found["parameters"]
     assert found["tensors"]["model.norm.weight"] == {"shape": [32], "dtype": "float32"}
     assert found["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (
+            ("fc.weight", "midlayer.mlp.down_proj.weight", "d2t"),
+            "is an EAGLE-3 head, which reads several layers' features; not supported",
+        ),
+        (("fc.weight",), "holds no specialist; tensors named layers.0.* are missing"),
+    ],
+)
+def test_inspect_says_what_is_wrong_with_a_drafter_that_has_no_specialists(tmp_path, capsys, tensors, problem):
+    shutil.copytree(GOLDEN_DRAFTS / "hass", tmp_path / "in")
+    save_file({name: np.zeros((2, 3), np.float32) for name in tensors}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(SystemExit) as ended:
+        inspect.main([str(tmp_path / "in"), "--json"])
+    assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["config"], found["parameters"]) == ("drafter", {}, 6 * len(tensors))
+    assert found["problems"] == [problem]
 
 
 def test_inspect_says_everything_that_is_wrong(tmp_path, capsys, models):

@@ -331,13 +331,17 @@ def test_starts_from_a_drafter_with_fewer_specialists(root, tmp_path, capsys):
             expected[name.replace("layers.0", f"layers.{index}")] = there[name]
     assert_close(made, expected, rtol=0)
     assert json.loads((tmp_path / "out" / "drafter" / "config.json").read_text())["spans"] == [2, 1]
+    assert train(root, tmp_path / "again", *flags, "--init-from", tmp_path / "out") == 0  # a run holds its drafter
+    assert_close(exported(tmp_path / "again"), expected, rtol=0)
     capsys.readouterr()
     for name, said in (
         ("poss", "has 3 specialists; --spans 2,1 has room for 2"),
         ("wide", "has hidden_size 48, the target 32; it was made for another target"),
         ("wordy", "has vocab_size 65, the target 64; it was made for another target"),
         ("none", "none"),
+        ("run", "this run has not written its drafter yet; end it with train.run --resume"),
     ):
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
         assert train(root, tmp_path / "refused", *flags, "--init-from", tmp_path / name) == 2
         assert f"{tmp_path / name}: {said}" in error_of(capsys) or name == "none"
     assert not (tmp_path / "refused").exists()

@@ -67,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="draft positions of each specialist: 1 is EAGLE, 6 HASS with six steps, 3,3 PosS-3, 1,1,1,1,1,1 PosS-1",
     )
     models.add_argument(
-        "--init-from", metavar="DRAFTER", help="directory or hub id of an EAGLE, HASS or PosS drafter to start from"
+        "--init-from",
+        metavar="DRAFTER",
+        help="EAGLE, HASS or PosS drafter to start from: a directory, a hub id, or the --out of a training run",
     )
     models.add_argument("--out", required=True, metavar="DIR", help="where everything goes")
     models.add_argument(
