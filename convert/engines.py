@@ -76,7 +76,10 @@ def _check(name: str, engine: Engine, config: DraftConfig, tensors: dict[str, np
             f"{format_spans(config.spans)}; give --specialist 0 to export the first one alone, or --format poss"
         )
     if engine.fc_bias is False and np.any(tensors.get("fc.bias", 0)):
-        raise InputError(f"format {name} has no bias in fc, and this drafter's is not zero; it would draft worse")
+        raise InputError(
+            f"format {name} has no bias in fc, and this drafter's is not zero, so it would draft worse; "
+            "train one with train.run --no-fc-bias"
+        )
     if not engine.query_key_value_bias and config.query_key_value_bias:
         raise InputError(f"format {name} has no biases of queries, keys and values alone, as this drafter has")
     if engine.embedding and DRAFT_EMBEDDING not in tensors:

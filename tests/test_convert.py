@@ -184,7 +184,12 @@ def test_engines_get_the_architecture_and_the_bias_they_expect(
         ),
         ("poss1", ["--format", "eagle"], "format eagle has one layer for all draft positions"),
         ("poss3", ["--format", "sglang"], "format sglang has one layer"),
-        ("hass", ["--format", "vllm"], "format vllm has no bias in fc, and this drafter's is not zero"),
+        (
+            "hass",
+            ["--format", "vllm"],
+            "format vllm has no bias in fc, and this drafter's is not zero, so it would draft worse; "
+            "train one with train.run --no-fc-bias",
+        ),
         ("poss3", ["--specialist", "2"], "--specialist 2: the drafter has specialists 0 to 1"),
         ("qwen2", ["--format", "sglang"], "format sglang has no biases of queries, keys and values alone"),
         (

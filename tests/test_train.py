@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from convert import to_hf
 from tests import fixtures
 from tests.overfit import replace_tensors
 from tests.training import (
@@ -345,6 +346,17 @@ def test_starts_from_a_drafter_with_fewer_specialists(root, tmp_path, capsys):
         assert train(root, tmp_path / "refused", *flags, "--init-from", tmp_path / name) == 2
         assert f"{tmp_path / name}: {said}" in error_of(capsys) or name == "none"
     assert not (tmp_path / "refused").exists()
+
+
+def test_a_drafter_without_a_bias_in_fc_is_one_for_vllm(root, tmp_path, capsys):
+    out, flags = tmp_path / "out", ("--spans", "2", "--learning-rate", "0.01")
+    assert train(root, out, *flags, "--no-fc-bias", "--steps", "2") == 0
+    assert "fc.bias" not in exported(out)
+    assert json.loads((out / "drafter" / "config.json").read_text())["bias"] is False
+    assert to_hf.main([str(out), str(tmp_path / "vllm"), "--format", "vllm"]) == 0
+    assert_close(load_file(tmp_path / "vllm" / "model.safetensors"), exported(out), rtol=0)
+    assert train(root, out, *flags, "--steps", "4", "--resume") == 2
+    assert "it began with --no-fc-bias True, this is --no-fc-bias False" in error_of(capsys)
 
 
 def test_checkpoints_where_asked_also_without_evaluations(root, tmp_path):

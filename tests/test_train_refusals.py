@@ -38,6 +38,7 @@ REFUSED = [
     (("--save-every", "0"), "--save-every 0: must be at least 1"),
     (("--keep", "0"), "--keep 0: must be at least 1"),
     (("--seed", "-1"), "--seed -1: must be from 0"),
+    (("--no-fc-bias", "--init-from", "x"), "--no-fc-bias: is for drafters that start from nothing"),
     (("--processes", "2"), "--processes and --process-id need --coordinator"),
     (("--coordinator", "localhost:1"), "--coordinator needs --processes and --process-id"),
     (("--coordinator", "nonsense", *SECOND), "--coordinator nonsense: must be HOST:PORT"),

@@ -50,13 +50,21 @@ class StartDrafter:
 
 
 def start_drafter(
-    target: TargetConfig, spans: tuple[int, ...], init_from: str | None, mesh: Mesh, dtype: str, seed: int
+    target: TargetConfig,
+    spans: tuple[int, ...],
+    init_from: str | None,
+    mesh: Mesh,
+    dtype: str,
+    seed: int,
+    *,
+    fc_bias: bool = True,
 ) -> StartDrafter:
-    """A random drafter of the target's sizes, or one from a checkpoint with as many specialists or fewer: each that it
-    lacks starts from the one before it. Raises InputError for a checkpoint of another target.
+    """A random drafter of the target's sizes, with a bias in `fc` or without, or one from a checkpoint with as many
+    specialists or fewer: each that it lacks starts from the one before it. Raises InputError for a checkpoint of
+    another target.
     """
     if init_from is None:
-        config = DraftConfig(target.block, target.vocab_size, spans)
+        config = DraftConfig(target.block, target.vocab_size, spans, fc_bias=fc_bias)
         params = jax.device_get(jax.jit(init_draft, static_argnums=0)(config, jax.random.key(seed)))
         return StartDrafter(config, _on(mesh, config, params), None, "random")
     loaded = _load(init_from)

@@ -71,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DRAFTER",
         help="EAGLE, HASS or PosS drafter to start from: a directory, a hub id, or the --out of a training run",
     )
+    models.add_argument(
+        "--no-fc-bias",
+        action="store_true",
+        help="a new drafter's fc has no bias, as vLLM wants it (default: it has one)",
+    )
     models.add_argument("--out", required=True, metavar="DIR", help="where everything goes")
     models.add_argument(
         "--dtype", choices=DTYPES, help="to compute in; masters are float32 (float32 on CPU, else bfloat16)"
@@ -169,6 +174,8 @@ def check_flags(options: argparse.Namespace) -> None:
         raise InputError(f"--seed {options.seed}: must be from 0 to {2**32 - 1}")
     if not 0 <= options.noise < float("inf"):
         raise InputError(f"--noise {options.noise}: must be at least 0")
+    if options.no_fc_bias and options.init_from:
+        raise InputError("--no-fc-bias: is for drafters that start from nothing; leave it or --init-from out")
     run_length(options)
     out = Path(options.out).expanduser()
     if out.exists() and not out.is_dir():
@@ -255,7 +262,8 @@ def prepare(options: argparse.Namespace) -> Run:
     dataset.check_target(target_config(source))
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
-    drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed)
+    fc_bias = not options.no_fc_bias
+    drafter = start_drafter(config, spans, options.init_from, mesh, dtype, options.seed, fc_bias=fc_bias)
     objective = Objective(config, drafter.config, weights, options.noise, groups, kernel)
     trainer = Trainer(objective, optimizer, mesh, draft_specs(drafter.config), options.seed)
     frozen = {"target": params} | ({} if drafter.embed is None else {"embed": drafter.embed})
