@@ -95,7 +95,7 @@ def test_answers_that_take_as_long_share_a_batch(out):
     """Drafter one's answers come in the order of the plain ones' tokens, those of two in that of one's rounds; all of
     these prompts have one width.
     """
-    of_run = [r for r in Study.read(out).records if (r["temperature"], r["seed"], r["training_seed"]) == (1.0, 0, 0)]
+    of_run = [r for r in Study.read(out).records if (r["temperature"], r["seed"], r["training_seed"]) == (1.0, 1, 0)]
 
     def by_answer(drafter: str, kind: str, value) -> dict:
         records = [r for r in of_run if (r["drafter"], r["kind"]) == (drafter, kind)]
@@ -103,8 +103,8 @@ def test_answers_that_take_as_long_share_a_batch(out):
 
     tokens = by_answer("plain", "plain", lambda record: record["new_tokens"])
     rounds = by_answer("one", "drafted", lambda record: len(record["accept_lengths"]))
-    assert [tokens[answer] for answer in rounds] == [1, 3, 5, 6, 6, 6]
-    assert [rounds[answer] for answer in by_answer("two", "drafted", len)] == [0, 2, 3, 5, 5, 5]
+    assert [tokens[answer] for answer in rounds] == [3, 5, 6, 6, 6, 6]
+    assert [rounds[answer] for answer in by_answer("two", "drafted", len)] == [2, 4, 5, 5, 5, 5]
 
 
 def test_answers_are_those_of_the_generator_and_drafted_ones_the_targets_own(root, out, results):
