@@ -73,7 +73,27 @@ def join_studies(directories: Sequence[str], studies: Sequence[Study]) -> Study:
         found = conflict(before, now)
         if found:
             raise InputError(_refusal(found, one, other))
-    return Study(_join_descriptions(descriptions), _join_records(directories, studies))
+    kept = [index for index in range(len(studies)) if not _elsewhere(studies, index)]
+    return Study(
+        _join_descriptions([descriptions[index] for index in kept]),
+        _join_records([directories[index] for index in kept], [studies[index] for index in kept]),
+    )
+
+
+def _elsewhere(studies: Sequence[Study], index: int) -> bool:
+    """Whether another one has all of it: it was copied and the copy went on, or it is a part of one that was joined
+    already. Its runs would be there twice. Of equal ones the first counts.
+    """
+    others = [other for other in range(len(studies)) if other != index and _within(studies[index], studies[other])]
+    return any(other < index or not _within(studies[other], studies[index]) for other in others)
+
+
+def _within(one: Study, other: Study) -> bool:
+    runs, more = one.description["runs"], other.description["runs"]
+    if not any(more[start : start + len(runs)] == runs for start in range(len(more) - len(runs) + 1)):
+        return False
+    found = {Key.of(record): record for record in other.records}
+    return all(found.get(Key.of(record)) == record for record in one.records)
 
 
 def _refusal(found: Conflict, one: str, other: str) -> str:

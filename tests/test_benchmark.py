@@ -22,6 +22,7 @@ from infer.table import mebibytes
 from infer.tables import peak_note
 from infer.timing import Runner, repeat_draft, repeat_verify
 from poss_jax import decode
+from poss_jax.errors import InputError
 from tests import fixtures, golden_data
 from tests.test_lossless import prompt_of
 from tests.test_program import batch_of, compilations
@@ -579,13 +580,37 @@ def test_a_joined_study_may_be_joined_and_is_finished_by_going_on(out, tmp_path)
     names = [part(out, tmp_path / "a", "one", ended=[OVER]), part(out, tmp_path / "b", "two", ended=["done", "done"])]
     one, two = map(Study.read, names)
     both = join_studies(names, [one, two])
-    third = dataclasses.replace(two, description={**two.description, "drafters": {}})
+    later = [{**run, "date": "another"} for run in two.description["runs"]]
+    third = dataclasses.replace(two, description={**two.description, "drafters": {}, "runs": later})
     nested = join_studies(["c", "ab"], [third, both])
     assert nested.description["last_runs"] == [1, 2, 4]
     assert Results(nested).unfinished == f"run 3 ({OVER})"
     gone_on = benchmark.go_on(nested.description, {**two.description, "runs": []}, "ab")
     gone_on["runs"].append({"ended": "done"})
     assert Results(Study(gone_on, [])).unfinished is None
+
+
+def test_what_another_directory_has_is_not_joined_twice(out, tmp_path):
+    """A copy that went on, and a part of a study that was joined before; in any order."""
+    begun = Study.read(part(out, tmp_path / "a", "one", ended=["was interrupted"]))
+    begun = Study(begun.description, begun.records[:7])
+    went_on = Study.read(part(out, tmp_path / "b", "one", ended=["was interrupted", "done"]))
+    two = Study.read(part(out, tmp_path / "c", "two"))
+    expected = join_studies(["b", "c"], [went_on, two])
+    assert [run["ended"] for run in expected.description["runs"]] == ["was interrupted", "done", "done"]
+    for studies in (
+        [begun, went_on, two],
+        [went_on, begun, two],
+        [went_on, two, went_on],
+        [begun, expected],
+        [two, expected],
+    ):
+        joined = join_studies(list("xyz"[: len(studies)]), studies)
+        assert joined.description == expected.description
+        assert joined.records == expected.records
+    other = Study(begun.description, [{**begun.records[0], "seconds": -1.0}])
+    with pytest.raises(InputError, match="x and y have measured the same thing and not alike"):
+        join_studies(["x", "y"], [other, went_on])
 
 
 def test_what_is_joined_is_what_any_part_has(out, tmp_path):

@@ -324,10 +324,13 @@ def test_memory_of_more_steps_is_what_they_keep(monkeypatch):
 
 
 def test_logits_of_all_rows_are_never_there(monkeypatch):
-    """Nor those of all supervised rows: 3 steps of 16 rows at a time, of 512."""
+    """Nor those of all supervised rows: 3 steps of 16 rows at a time, of 512. On GPUs XLA makes one product of these
+    and of the target's 16, as both are times the head.
+    """
+    rows = (3 + (jax.default_backend() == "gpu")) * 16
     text = compiled_long_update(monkeypatch, (2, 1)).as_text()
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", text)}
-    assert max(int(np.prod(shape)) // WORDS for shape in shapes if WORDS in shape) == 3 * 16
+    assert max(int(np.prod(shape)) // WORDS for shape in shapes if WORDS in shape) == rows
     assert any(LONG in shape for shape in shapes)
 
 
