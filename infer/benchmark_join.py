@@ -73,19 +73,19 @@ def join_studies(directories: Sequence[str], studies: Sequence[Study]) -> Study:
         found = conflict(before, now)
         if found:
             raise InputError(_refusal(found, one, other))
-    kept = [index for index in range(len(studies)) if not _elsewhere(studies, index)]
+    kept = list(dict.fromkeys(_holder(studies, index) for index in range(len(studies))))
     return Study(
         _join_descriptions([descriptions[index] for index in kept]),
         _join_records([directories[index] for index in kept], [studies[index] for index in kept]),
     )
 
 
-def _elsewhere(studies: Sequence[Study], index: int) -> bool:
-    """Whether another one has all of it: it was copied and the copy went on, or it is a part of one that was joined
-    already. Its runs would be there twice. Of equal ones the first counts.
+def _holder(studies: Sequence[Study], index: int) -> int:
+    """Which one has all of it: itself, or another, where it was copied and the copy went on, or where it was joined
+    already. Its runs would be there twice otherwise.
     """
-    others = [other for other in range(len(studies)) if other != index and _within(studies[index], studies[other])]
-    return any(other < index or not _within(studies[other], studies[index]) for other in others)
+    holders = [other for other in range(len(studies)) if other == index or _within(studies[index], studies[other])]
+    return max(holders, key=lambda other: (len(studies[other].records), len(studies[other].description["runs"])))
 
 
 def _within(one: Study, other: Study) -> bool:
