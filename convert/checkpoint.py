@@ -40,14 +40,14 @@ WEIGHT_FILES = (
 def locate(name: str | Path) -> Path:
     """The local path of a model: a directory, a GGUF file, or a hub id, which is downloaded (or found in the cache).
 
-    A directory without `config.json` that holds exactly one GGUF file stands for that file.
+    A directory without `config.json` that holds exactly one GGUF file stands for that file, and that of a training run
+    for the drafter inside it.
     """
     name = str(name)
     path = Path(name).expanduser()
     check_name(name)
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
+        return path if (path / "config.json").exists() else _inside(path)
     if path.is_file():
         if path.suffix != ".gguf":
             raise InputError(f"{name}: a model is a directory, a .gguf file or a hub id, not this kind of file")
@@ -55,6 +55,17 @@ def locate(name: str | Path) -> Path:
     if not is_hub_id(name):
         raise InputError(f"{name}: no such file or directory")
     return _download(name)
+
+
+def _inside(directory: Path) -> Path:
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if (directory / "drafter" / "config.json").exists():
+        return directory / "drafter"
+    if (directory / "checkpoints").exists():
+        raise InputError(f"{directory}: this run has not written its drafter yet; end it with train.run --resume")
+    return directory
 
 
 def is_hub_id(name: str) -> bool:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -180,18 +179,6 @@ def _stored_spans(source: Source) -> tuple[int, ...] | None:
     if not isinstance(spans, list) or not spans or not all(type(n) is int and n > 0 for n in spans):
         raise InputError(f"{source.path}: spans {spans!r} in config.json must be a list of whole numbers from 1 up")
     return tuple(spans)
-
-
-def find_drafter(name: str) -> str | Path:
-    """The drafter's directory, which a training run has inside its own."""
-    path = Path(name).expanduser()
-    if not path.is_dir() or (path / "config.json").exists():
-        return name
-    if (path / "drafter" / "config.json").exists():
-        return path / "drafter"
-    if (path / "checkpoints").exists():
-        raise InputError(f"{name}: this run has not written its drafter yet; end it with train.run --resume")
-    return name
 
 
 def is_draft(source: Source) -> bool:

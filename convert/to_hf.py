@@ -14,7 +14,7 @@ import numpy as np
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
 from convert.engines import FORMATS, only_specialist
-from convert.load import find_drafter, in_numpy, load_draft, target_plan
+from convert.load import in_numpy, load_draft, target_plan
 from convert.output import new_directory
 from convert.save import DTYPES, save_draft, stored_dtype
 from poss_jax.config import DraftConfig, format_spans, parse_spans
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     """Everything after the flags."""
-    source = Source.open(find_drafter(options.checkpoint))
+    source = Source.open(options.checkpoint)
     config, params = load_draft(source, in_numpy, options.spans and parse_spans(options.spans))
     dtype, notes = options.dtype or stored_dtype(params), source.config.get("notes")
     if options.target and "embed" not in params:

@@ -150,17 +150,32 @@ def parse_named(texts: Sequence[str], flag: str) -> dict[str, str]:
     return found
 
 
-def load_drafters(options: argparse.Namespace, models: Models) -> dict[tuple[str, int], tuple[Generator, dict]]:
-    """By name and training seed: the drafter with the target, and what the report says of it."""
+def named_drafters(options: argparse.Namespace) -> dict[str, tuple[list[str], str | None]]:
+    """--drafts and --spans: of each name the directories, one a training seed, and the spans if given.
+
+    Raises InputError for what can be told without the target, which takes long to load, directories that are not there
+    included.
+    """
     drafts, spans = parse_named(options.drafts, "--drafts"), parse_named(options.spans, "--spans")
     if PLAIN in drafts:
         raise InputError(f"--drafts: {PLAIN} is what decoding without a drafter is called; choose another name")
     for name in spans.keys() - drafts.keys():
         raise InputError(f"--spans {name}={spans[name]}: --drafts has no {name}")
+    named = {name: (directories.split(","), spans.get(name)) for name, directories in drafts.items()}
+    for directories, _ in named.values():
+        for directory in directories:
+            Source.open(directory)
+    return named
+
+
+def load_drafters(
+    named: dict[str, tuple[list[str], str | None]], models: Models
+) -> dict[tuple[str, int], tuple[Generator, dict]]:
+    """By name and training seed: the drafter with the target, and what the report says of it."""
     loaded = {}
-    for name, directories in drafts.items():
-        for training_seed, directory in enumerate(directories.split(",")):
-            with_drafter = _with_drafter(models, name, directory, spans.get(name))
+    for name, (directories, spans) in named.items():
+        for training_seed, directory in enumerate(directories):
+            with_drafter = _with_drafter(models, name, directory, spans)
             loaded[name, training_seed] = (Generator(with_drafter), describe_drafter(directory, with_drafter))
         if len({generator.draft.config for (other, _), (generator, _) in loaded.items() if other == name}) > 1:
             raise InputError(f"--drafts {name}: training seeds of one drafter must have the same spans and shape")
@@ -291,8 +306,9 @@ def run(options: argparse.Namespace) -> None:
     check_flags(options)
     sets = read_prompt_sets(options.prompts)
     limited = [PromptSet(prompts.name, prompts.questions[: options.limit]) for prompts in sets]
+    named = named_drafters(options)
     models = load_models(options.target, dtype=options.dtype, attention=options.attention)
-    drafters = load_drafters(options, models)
+    drafters = load_drafters(named, models)
     runners = {(PLAIN, 0): Runner(Generator(models))}
     runners |= {key: Runner(generator) for key, (generator, _) in drafters.items()}
     counts = {name: sum(other == name for other, _ in drafters) for name, _ in drafters}

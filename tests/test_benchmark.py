@@ -326,6 +326,12 @@ def test_flags_that_make_no_sense_are_refused_in_a_line(root, tmp_path, capsys, 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("change", ["--drafts plain={root}/one", "--drafts one={root}/none", "--spans three=1,1"])
+def test_drafters_are_looked_for_before_the_target_is_loaded(root, tmp_path, capsys, monkeypatch, change):
+    monkeypatch.setattr(benchmark, "load_models", lambda *_, **__: pytest.fail("the target was loaded"))
+    assert refusal(root, tmp_path / "new", f"{COMMAND} {change}", capsys).startswith("error: ")
+
+
 def refusal(root, out, command: str, capsys) -> str:
     capsys.readouterr()
     arguments = [*shlex.split(command.format(root=root)), "--out", str(out)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from convert.checkpoint import locate
 from infer import Generator
 from poss_jax.errors import InputError
 from tests import fixtures
@@ -482,6 +483,17 @@ def test_embedding_that_equals_the_targets_is_not_kept_twice_and_a_difference_is
     np.testing.assert_array_equal(np.asarray(other.draft.params["embed"]), embedding)
     (note,) = other.notes
     assert "differs from the target's in 2 rows" in note
+
+
+def test_the_directory_of_a_training_run_stands_for_its_drafter(three, tmp_path):
+    """As --out of train.run has it; before it is written, that is said."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(InputError, match="run: this run has not written its drafter yet; end it with train.run --res"):
+        locate(run)
+    shutil.copytree(three, run / "drafter")
+    assert locate(run) == run / "drafter"
+    assert locate(run / "drafter") == run / "drafter"
 
 
 def test_rotary_tables_in_a_draft_are_ignored(pair, three, load):

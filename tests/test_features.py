@@ -358,17 +358,23 @@ def test_tokens_that_the_target_does_not_have(root, tmp_path, capsys):
     assert not (root / "small").exists()
 
 
-def test_examples_stay_within_a_sliding_window(root, tmp_path, capsys):
-    """Beyond it features would be those of attention that does not slide."""
-    fixtures.tiny(tmp_path / "slides", model_type="mistral", sliding_window=24)
-    model = ("--target", str(tmp_path / "slides"), "--tokenizer", str(root / "target"))
-    assert make(root, "slides", *model) == 2
-    assert re.search(
-        r"has \d+ tokens, and the target's attention slides after 24; give --max-length 24", error_of(capsys)
-    )
-    assert not (root / "slides").exists()
-    assert make(root, "slides", *model, "--max-length", "24") == 0
-    assert max(len(example.tokens) for example in load(root / "slides").examples) == 24
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 24}, "attention slides after"),
+        ({"max_position_embeddings": 24}, "context is"),
+    ],
+)
+def test_examples_stay_within_what_the_target_was_made_for(root, tmp_path, capsys, limits, reason):
+    """Beyond it features would be those of attention that does not slide, or of positions without training."""
+    fixtures.tiny(tmp_path / "short", **limits)
+    model = ("--target", str(tmp_path / "short"), "--tokenizer", str(root / "target"))
+    name = f"short of {reason}"
+    assert make(root, name, *model) == 2
+    assert re.search(rf"has \d+ tokens, and the target's {reason} 24; give --max-length 24", error_of(capsys))
+    assert not (root / name).exists()
+    assert make(root, name, *model, "--max-length", "24") == 0
+    assert max(len(example.tokens) for example in load(root / name).examples) == 24
 
 
 def test_prepared_text_is_what_was_read(root, tmp_path, capsys):

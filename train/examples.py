@@ -88,14 +88,16 @@ class Dataset:
 
     def check_target(self, config: TargetConfig) -> None:
         """Raises InputError naming an example with a token that the target does not have, which would get the embedding
-        of another, or a longer one than its attention reaches, which would get other features than the target's.
+        of another, or a longer one than the target was made for or its attention reaches, which would get features
+        that no text has when it is generated.
         """
         vocab_size = config.vocab_size
         longest = max(len(example.tokens) for example in self.examples)
-        if config.window is not None and longest > config.window:
+        if longest > config.context:
+            slides = config.context == config.window
+            limit = "the target's attention slides after" if slides else "the target's context is"
             raise InputError(
-                f"an example has {longest} tokens, and the target's attention slides after {config.window}; "
-                f"give --max-length {config.window}"
+                f"an example has {longest} tokens, and {limit} {config.context}; give --max-length {config.context}"
             )
         for index, example in enumerate(self.examples):
             if (largest := int(example.tokens.max())) >= vocab_size:

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from convert.checkpoint import Source
-from convert.load import Loaded, count_specialists, find_drafter, in_numpy, load_draft, load_target, on_devices
+from convert.load import Loaded, count_specialists, in_numpy, load_draft, load_target, on_devices
 from convert.stored import Parameter
 from poss_jax.config import DraftConfig, TargetConfig, format_spans
 from poss_jax.errors import InputError
@@ -86,7 +86,7 @@ def start_drafter(
 
 def _load(name: str) -> Loaded:
     """A drafter as host arrays, whatever its spans; one that a training run has made too."""
-    source = Source.open(find_drafter(name))
+    source = Source.open(name)
     return load_draft(source, in_numpy, spans=(1,) * count_specialists(source))
 
 
