@@ -63,6 +63,18 @@ class Plan:
         """Slots beyond the most tokens that are needed: a round writes levels + 1 rows, accepted or not."""
         return self.tree.levels + 1
 
+    @property
+    def of_prompts(self) -> "Plan":
+        """What the prompts' pass depends on: the same one for all trees that run as many specialists, the smallest.
+
+        Example: spans (3, 3) and 6 levels give a chain of 4, the fewest that the second specialist has a part in.
+        """
+        if self.draft is None:
+            return self
+        last = self.draft.specialists_used(self.tree.levels) - 1
+        levels = self.draft.starts[last] + 1
+        return dataclasses.replace(self, tree=TreeShape(levels, total_nodes=levels + 1, top_k=1))
+
 
 class Params(NamedTuple):
     """Weights: `target` as in `llama.parameter_specs`; `draft` the `Drafter`'s, with `embed` [v, h] if it has one."""
@@ -129,6 +141,7 @@ def prefill(
     tokens = jax.lax.dynamic_update_slice(tokens, prompt.astype(jnp.int32), (0, 0))
     tokens = cache.write_rows(tokens, root[:, None], prompt_length)
     zeros = jnp.zeros((batch,), jnp.int32)
+    first_features, no_round = _before_rounds(plan, last_feature, root)
     state = State(
         tokens=tokens,
         length=prompt_length,
@@ -139,13 +152,24 @@ def prefill(
         accept_lengths=jnp.zeros((batch, slots), jnp.int32),
         target_caches=cache.fill(plan.target.block, new_rows, slots, LAYOUTS[plan.kernel].stacked),
         draft_caches=_prefill_draft(params, plan, slots, tokens[:, 1 : rows + 1], features),
-        features=jnp.pad(last_feature, ((0, 0), (0, plan.tree.levels), (0, 0))),
+        features=first_features,
         fresh=zeros + 1,
-        last_round=Round(
-            _no_tree(batch, plan.tree.total_nodes), jnp.zeros((batch, plan.slack), jnp.int32), zeros, root
-        ),
+        last_round=no_round,
     )
     return _emit(state, zeros + 1, eos_ids)
+
+
+def jit_prefill(params: Params, plan: Plan, slots: int, *arguments: jax.Array) -> State:
+    """`prefill` in two programs, of which the large one serves all trees with the same `Plan.of_prompts`."""
+    return fit(_jit_prefill(params, plan.of_prompts, slots, *arguments), plan)
+
+
+def fit(state: State, plan: Plan) -> State:
+    """The state after the prompts' pass with room for the tree of `plan`, whatever tree it had room for before. Its
+    caches stay where they are.
+    """
+    features, last_round = _jit_before_rounds(plan, state.features, state.last_round.next_token)
+    return state.replace(features=features, last_round=last_round)
 
 
 def decode(params: Params, plan: Plan, state: State, eos_ids: jax.Array, rounds: jax.Array, ended: jax.Array) -> State:
@@ -187,11 +211,6 @@ def grow(state: State, slots: int) -> State:
         target_caches=target_caches,
         draft_caches=draft_caches,
     )
-
-
-jit_grow = jax.jit(grow, static_argnames=("slots",))
-jit_prefill = jax.jit(prefill, static_argnames=("plan", "slots"))
-jit_decode = jax.jit(decode, static_argnames=("plan",), donate_argnames=("state",))
 
 
 def decode_round(params: Params, plan: Plan, state: State, eos_ids: jax.Array) -> State:
@@ -307,6 +326,17 @@ def _prefill_draft(params: Params, plan: Plan, slots: int, following: jax.Array,
     return draft.fill_prefix(functions, following, features, empty)
 
 
-def _no_tree(batch: int, nodes: int) -> Tree:
+def _before_rounds(plan: Plan, features: jax.Array, root: jax.Array) -> tuple[jax.Array, Round]:
+    """`State.features`, of which the first is real, and `State.last_round`, of which the root [b] is."""
+    batch, nodes = *root.shape, plan.tree.total_nodes
     zeros = jnp.zeros((batch, nodes), jnp.int32)
-    return Tree(zeros, zeros, zeros, zeros.astype(jnp.float32), jnp.zeros((batch, nodes, nodes), bool))
+    no_tree = Tree(zeros, zeros, zeros, zeros.astype(jnp.float32), jnp.zeros((batch, nodes, nodes), bool))
+    features = jnp.pad(features[:, :1], ((0, 0), (0, plan.tree.levels), (0, 0)))  # [b, levels + 1, h]
+    path, accept_length = jnp.zeros((batch, plan.slack), jnp.int32), jnp.zeros((batch,), jnp.int32)
+    return features, Round(no_tree, path, accept_length, root)
+
+
+_jit_prefill = jax.jit(prefill, static_argnames=("plan", "slots"))
+_jit_before_rounds = jax.jit(_before_rounds, static_argnames=("plan",))
+jit_grow = jax.jit(grow, static_argnames=("slots",))
+jit_decode = jax.jit(decode, static_argnames=("plan",), donate_argnames=("state",))

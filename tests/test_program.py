@@ -16,6 +16,7 @@ from poss_jax import decode
 from poss_jax.attention import Filled, KeyValues, Part, attention
 from poss_jax.errors import InputError
 from poss_jax.sharding import make_mesh, parse_mesh
+from poss_jax.tree import TreeShape
 from tests import fixtures, golden_data
 from tests.test_lossless import prompt_of
 
@@ -50,6 +51,33 @@ def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
     with compilations() as other_bucket:
         tiny.generate([prompt_of(40)], **options)
     assert len(other_bucket) == 1, "the pass of the prompts alone: texts of about as many tokens share the loop"
+
+
+def test_trees_that_run_the_same_specialists_share_the_prompts_pass(tiny):
+    """`tiny` has spans (2, 2): two levels run one specialist, three and more both."""
+    options = {"max_new_tokens": 9, "temperature": 0.86}  # which no other test has compiled
+    trees = [(3, 4, 1), (4, 20, 3), (5, 9, 2)]
+    first, *others = [
+        batch_of(tiny, [prompt_of(7)], levels=levels, total_nodes=nodes, draft_top_k=top_k, **options)
+        for levels, nodes, top_k in trees
+    ]
+    assert {batch.plan.of_prompts.tree for batch in (first, *others)} == {TreeShape(3, 4, 1)}
+    assert batch_of(tiny, [prompt_of(7)], levels=1, **options).plan.of_prompts.tree == TreeShape(1, 2, 1)
+    first.start()
+    for batch in others:
+        with compilations() as compiled:
+            batch.start()
+        assert len(compiled) == 1  # what `fit` does
+        caches = first.state.target_caches, first.state.draft_caches
+        jax.tree.map(np.testing.assert_array_equal, (batch.state.target_caches, batch.state.draft_caches), caches)
+        assert decode.fit(first.state, batch.plan).target_caches is first.state.target_caches
+        whole = jax.eval_shape(
+            lambda params, *arguments, batch=batch: decode.prefill(params, batch.plan, batch.slots, *arguments),
+            *(batch.params, *batch.arguments, batch.eos_ids),
+        )
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch.state) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), whole
+        )
 
 
 @pytest.mark.parametrize(
