@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     models.add_argument("--target", required=True, help="directory, hub id or GGUF file of the target")
-    models.add_argument("--draft", help="directory or hub id of a drafter, or the --out of train.run; without one decoding is plain")
+    models.add_argument(
+        "--draft", help="directory or hub id of a drafter, or the --out of train.run; without one decoding is plain"
+    )
     models.add_argument(
         "--spans",
         help="draft positions of each specialist, such as 3,3; needed where the "
