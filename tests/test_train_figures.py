@@ -20,6 +20,8 @@ from tests.training import arguments, lines, shared_programs, train, write_input
 from train import run
 from train.conversations import DataSource, Summary
 from train.examples import Dataset, Example
+from train.feed import UpdateRows
+from train.loop import Running
 from train.packing import Batches
 from train.store import write_prepared
 
@@ -198,6 +200,15 @@ def test_a_drafter_that_always_agrees(root, tmp_path):
     (answer,) = generator.generate([PROMPT], max_new_tokens=20, levels=3, total_nodes=4, draft_top_k=1, ignore_eos=True)
     assert answer.token_ids == greedy(root / "target", 48)[4:24]
     assert answer.tokens_per_round > 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host_seconds", "speed"), [(0.5, 0.01, 2000), (0.5, 0.5, 2000), (0.005, 0.5, 2000)]
+)
+def test_speed_is_of_the_slower_of_device_and_host(seconds, host_seconds, speed):
+    """The last update before a checkpoint is done when the one before is looked at, where the host is slower."""
+    fed = UpdateRows(rows=None, position={}, names="a", tokens=1000)
+    assert Running(step=1, metrics=None, rate=0.0, fed=fed, host_seconds=host_seconds).speed(seconds) == speed
 
 
 def test_weights_of_sources_are_for_training(root, tmp_path):

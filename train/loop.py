@@ -43,12 +43,19 @@ class Logs:
 
 @dataclasses.dataclass
 class Running:
-    """An update whose figures have not been looked at."""
+    """An update whose figures have not been looked at. host_seconds: what it took to feed and to start it."""
 
     step: int
     metrics: Metrics
     rate: float
     fed: UpdateRows
+    host_seconds: float
+
+    def speed(self, seconds: float) -> float:
+        """Tokens a second, `seconds` after the update before was looked at. A device faster than its host has done this
+        one by then, if no other was started in between, as at a checkpoint or the end: then the host's time counts.
+        """
+        return self.fed.tokens / max(seconds, self.host_seconds, 1e-9)
 
 
 @dataclasses.dataclass
@@ -84,10 +91,11 @@ class Loop:
         with asked, self._bar() as self._progress, jax.set_mesh(self.trainer.mesh):
             while not self.schedule.done(self._step) and not asked.at(self._step):
                 self.schedule.tick()
+                began = time.monotonic()
                 fed, rate = next(self.feed), self.schedule.rate(self._step + 1)
                 state, metrics = update(state, self.frozen, fed.rows, np.float32(rate))
                 self._step += 1
-                self._running.append(Running(self._step, metrics, rate, fed))
+                self._running.append(Running(self._step, metrics, rate, fed, time.monotonic() - began))
                 if len(self._running) > 1:  # the update before is done by now, and the devices have work
                     self._report(self._running.popleft())
                 self._save_if_due(state, fed)
@@ -158,7 +166,7 @@ class Loop:
         metrics = jax.device_get(running.metrics)  # waits for the update
         now = time.monotonic()
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        speed = running.fed.tokens / max(now - self._reported, 1e-9)
+        speed = running.speed(now - self._reported)
         if self.logs:
             figures = {
                 "loss": loss,
