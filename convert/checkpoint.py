@@ -40,8 +40,7 @@ WEIGHT_FILES = (
 def locate(name: str | Path) -> Path:
     """The local path of a model: a directory, a GGUF file, or a hub id, which is downloaded (or found in the cache).
 
-    A directory without `config.json` that holds exactly one GGUF file stands for that file, and that of a training run
-    for the drafter inside it.
+    A directory without `config.json` stands for what it holds: the drafter of a training run, else a single GGUF file.
     """
     name = str(name)
     path = Path(name).expanduser()
@@ -58,11 +57,11 @@ def locate(name: str | Path) -> Path:
 
 
 def _inside(directory: Path) -> Path:
+    if (directory / "drafter" / "config.json").exists():
+        return directory / "drafter"
     files = sorted(directory.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
-    if (directory / "drafter" / "config.json").exists():
-        return directory / "drafter"
     if (directory / "checkpoints").exists():
         raise InputError(f"{directory}: this run has not written its drafter yet; end it with train.run --resume")
     return directory

@@ -44,7 +44,7 @@ OTHER_FILES = (
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `python -m convert.from_hf`."""
     parser = OneLineParser(prog="python -m convert.from_hf", description="Bring a checkpoint into the form we write.")
-    parser.add_argument("source", help="target or drafter: directory, hub id or GGUF file")
+    parser.add_argument("source", help="target or drafter: directory, hub id, GGUF file or the --out of train.run")
     parser.add_argument("out", help="new directory")
     parser.add_argument("--spans", help="draft positions of each specialist of a drafter, such as 2,2,2")
     parser.add_argument("--tokenizer", help="directory or hub id of a target's tokenizer (default: its own)")

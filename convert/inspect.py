@@ -26,7 +26,7 @@ from poss_jax.errors import InputError
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `python -m convert.inspect`."""
     parser = OneLineParser(prog="python -m convert.inspect", description="Say what a checkpoint is and what it lacks.")
-    parser.add_argument("path", help="target or drafter: directory, hub id or GGUF file")
+    parser.add_argument("path", help="target or drafter: directory, hub id, GGUF file or the --out of train.run")
     parser.add_argument("--spans", help="draft positions of each specialist of a drafter, where its config lacks them")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser

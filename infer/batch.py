@@ -67,8 +67,8 @@ class Batch:
         self.traces: list[list[dict]] = [[] for _ in prompts]
 
     def compile(self, compiled: set[tuple]) -> None:
-        """Compiles both programs unless `compiled` has their shapes already. What that takes, and what programs of more
-        slots will take when the texts have come to them, adds to `compile_seconds`.
+        """Compiles the programs of prompts and rounds unless `compiled` has their shapes already. What that takes, and
+        what programs of more slots will take when the texts have come to them, adds to `compile_seconds`.
         """
         self._compiled = compiled
         if self._shapes(self._first_slots) in compiled:

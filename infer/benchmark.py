@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from convert.checkpoint import Source
 from convert.command import OneLineParser, exit_status
+from convert.load import draft_plan
 from infer import report, rounds, tables
 from infer.benchmark_jobs import Jobs, Outline
 from infer.benchmark_join import conflict, join
@@ -33,6 +34,7 @@ from infer.programs import kept_programs
 from infer.prompt_sets import PromptSet, read_prompt_sets
 from infer.settings import Settings, add_attention_flag, add_width_flags
 from infer.timing import Runner, bytes_of, peak_memory
+from poss_jax.config import DraftConfig, parse_spans
 from poss_jax.errors import InputError
 
 NAMED = {  # flags of names and values: an example, and what to do instead of naming one twice
@@ -55,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="NAME=DIR",
-        help="drafters under names of your choice; NAME=DIR,DIR are training seeds of one drafter",
+        help="drafters under names of your choice (DIR also the --out of train.run or a hub id); NAME=DIR,DIR are "
+        "training seeds of one drafter",
     )
     what.add_argument(
         "--spans",
@@ -153,8 +156,8 @@ def parse_named(texts: Sequence[str], flag: str) -> dict[str, str]:
 def named_drafters(options: argparse.Namespace) -> dict[str, tuple[list[str], str | None]]:
     """--drafts and --spans: of each name the directories, one a training seed, and the spans if given.
 
-    Raises InputError for what can be told without the target, which takes long to load, directories that are not there
-    included.
+    The target takes long to load, so all that can be told without it raises InputError here: also directories without
+    a drafter, and spans that do not fit it.
     """
     drafts, spans = parse_named(options.drafts, "--drafts"), parse_named(options.spans, "--spans")
     if PLAIN in drafts:
@@ -162,10 +165,18 @@ def named_drafters(options: argparse.Namespace) -> dict[str, tuple[list[str], st
     for name in spans.keys() - drafts.keys():
         raise InputError(f"--spans {name}={spans[name]}: --drafts has no {name}")
     named = {name: (directories.split(","), spans.get(name)) for name, directories in drafts.items()}
-    for directories, _ in named.values():
-        for directory in directories:
-            Source.open(directory)
+    for name, (directories, given) in named.items():
+        if len({_drafter_config(name, directory, given) for directory in directories}) > 1:
+            raise InputError(f"--drafts {name}: training seeds of one drafter must have the same spans and shape")
     return named
+
+
+def _drafter_config(name: str, directory: str, spans: str | None) -> DraftConfig:
+    """Errors about a drafter advise to pass --spans 2,2: here spans have a name in front."""
+    try:
+        return draft_plan(Source.open(directory), spans and parse_spans(spans))[0]
+    except InputError as error:
+        raise InputError(str(error).replace("such as --spans ", f"such as --spans {name}=")) from None
 
 
 def load_drafters(
@@ -175,19 +186,9 @@ def load_drafters(
     loaded = {}
     for name, (directories, spans) in named.items():
         for training_seed, directory in enumerate(directories):
-            with_drafter = _with_drafter(models, name, directory, spans)
+            with_drafter = with_draft(models, directory, spans)
             loaded[name, training_seed] = (Generator(with_drafter), describe_drafter(directory, with_drafter))
-        if len({generator.draft.config for (other, _), (generator, _) in loaded.items() if other == name}) > 1:
-            raise InputError(f"--drafts {name}: training seeds of one drafter must have the same spans and shape")
     return loaded
-
-
-def _with_drafter(models: Models, name: str, directory: str, spans: str | None) -> Models:
-    """`with_draft`, whose errors advise to pass --spans 2,2: here spans have a name in front."""
-    try:
-        return with_draft(models, directory, spans)
-    except InputError as error:
-        raise InputError(str(error).replace("such as --spans ", f"such as --spans {name}=")) from None
 
 
 def describe_drafter(directory: str, models: Models) -> dict[str, Any]:
@@ -240,9 +241,7 @@ def describe(
         "seeds": options.seeds,
         "timing_prompts": options.timing_prompts,
         "timed_temperatures": timed_temperatures(options),
-        "timing_repeats": options.timing_repeats,
         "drift_prompts": options.drift_prompts,
-        "batch_size": options.batch_size,
         "runs": [],
     }
 

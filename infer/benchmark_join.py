@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from infer.benchmark_store import Key, Record, Study, last_runs
 from poss_jax.errors import InputError
 
+# Of a description: what was to be measured.
+ASKED = ("sets", "questions", "drafters", "temperatures", "timed_temperatures", "levels")
+ASKED += ("seeds", "timing_prompts", "drift_prompts")
+
 
 class Conflict(NamedTuple):
     """Why records of two descriptions are not comparable.
@@ -89,8 +93,12 @@ def _holder(studies: Sequence[Study], index: int) -> int:
 
 
 def _within(one: Study, other: Study) -> bool:
+    """Runs tell their minute alone, so those of two parts may look alike: what they asked must be there as well."""
     runs, more = one.description["runs"], other.description["runs"]
     if not any(more[start : start + len(runs)] == runs for start in range(len(more) - len(runs) + 1)):
+        return False
+    both = join(one.description, other.description)
+    if not one.records or any(both[field] != other.description[field] for field in ASKED):
         return False
     found = {Key.of(record): record for record in other.records}
     return all(found.get(Key.of(record)) == record for record in one.records)

@@ -51,7 +51,7 @@ class Generator:
         draft_dtype: str | None = None,
         attention: str = "auto",
     ) -> "Generator":
-        """Loads a target (directory, hub id, GGUF file) and a drafter (directory or hub id).
+        """Loads a target (directory, hub id, GGUF file) and a drafter (directory, hub id, `--out` of `train.run`).
 
         `spans`: how many draft positions each specialist serves, (3, 3) or "3,3"; needed where there are several and
         the drafter's config does not say. `mesh`: "tensor=N" splits the weights over N devices. `tokenizer`: where to

@@ -141,7 +141,7 @@ def prefill(
     tokens = jax.lax.dynamic_update_slice(tokens, prompt.astype(jnp.int32), (0, 0))
     tokens = cache.write_rows(tokens, root[:, None], prompt_length)
     zeros = jnp.zeros((batch,), jnp.int32)
-    first_features, no_round = _before_rounds(plan, last_feature, root)
+    first_features, no_round = _before_rounds(plan.tree, last_feature, root)
     state = State(
         tokens=tokens,
         length=prompt_length,
@@ -161,14 +161,15 @@ def prefill(
 
 def jit_prefill(params: Params, plan: Plan, slots: int, *arguments: jax.Array) -> State:
     """`prefill` in two programs, of which the large one serves all trees with the same `Plan.of_prompts`."""
-    return fit(_jit_prefill(params, plan.of_prompts, slots, *arguments), plan)
+    state = _jit_prefill(params, plan.of_prompts, slots, *arguments)
+    return state if plan.of_prompts == plan else fit(state, plan)
 
 
 def fit(state: State, plan: Plan) -> State:
     """The state after the prompts' pass with room for the tree of `plan`, whatever tree it had room for before. Its
     caches stay where they are.
     """
-    features, last_round = _jit_before_rounds(plan, state.features, state.last_round.next_token)
+    features, last_round = _jit_before_rounds(plan.tree, state.features, state.last_round.next_token)
     return state.replace(features=features, last_round=last_round)
 
 
@@ -326,17 +327,17 @@ def _prefill_draft(params: Params, plan: Plan, slots: int, following: jax.Array,
     return draft.fill_prefix(functions, following, features, empty)
 
 
-def _before_rounds(plan: Plan, features: jax.Array, root: jax.Array) -> tuple[jax.Array, Round]:
+def _before_rounds(shape: TreeShape, features: jax.Array, root: jax.Array) -> tuple[jax.Array, Round]:
     """`State.features`, of which the first is real, and `State.last_round`, of which the root [b] is."""
-    batch, nodes = *root.shape, plan.tree.total_nodes
+    batch, nodes = *root.shape, shape.total_nodes
     zeros = jnp.zeros((batch, nodes), jnp.int32)
     no_tree = Tree(zeros, zeros, zeros, zeros.astype(jnp.float32), jnp.zeros((batch, nodes, nodes), bool))
-    features = jnp.pad(features[:, :1], ((0, 0), (0, plan.tree.levels), (0, 0)))  # [b, levels + 1, h]
-    path, accept_length = jnp.zeros((batch, plan.slack), jnp.int32), jnp.zeros((batch,), jnp.int32)
+    features = jnp.pad(features[:, :1], ((0, 0), (0, shape.levels), (0, 0)))  # [b, levels + 1, h]
+    path, accept_length = jnp.zeros((batch, shape.levels + 1), jnp.int32), jnp.zeros((batch,), jnp.int32)
     return features, Round(no_tree, path, accept_length, root)
 
 
 _jit_prefill = jax.jit(prefill, static_argnames=("plan", "slots"))
-_jit_before_rounds = jax.jit(_before_rounds, static_argnames=("plan",))
+_jit_before_rounds = jax.jit(_before_rounds, static_argnames=("shape",))
 jit_grow = jax.jit(grow, static_argnames=("slots",))
 jit_decode = jax.jit(decode, static_argnames=("plan",), donate_argnames=("state",))

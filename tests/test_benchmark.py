@@ -299,6 +299,7 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
         ),
         ("--drafts one={root}/two", "pass --spans with 2 numbers, such as --spans one=2,2"),
         ("--drafts one={root}/two --spans one=3", "spans 3 of --spans are for 1 specialist(s)"),
+        ("--spans two=none", "spans 'none' must be whole numbers of at least 1"),
         ("--drafts one={root}/one --spans two=3", "--spans two=3: --drafts has no two"),
         ("--drafts one={root}/none", "none: no such file or directory"),
         ("--prompts {root}/none.jsonl", "none.jsonl: not readable"),
@@ -318,18 +319,14 @@ def test_what_is_not_comparable_is_not_added(root, out, capsys, change, message)
         ("--temperature -1", "temperature -1.0 must be 0 (greedy) or from"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused_in_a_line(root, tmp_path, capsys, change, message):
+def test_flags_that_make_no_sense_are_refused_in_a_line(root, tmp_path, capsys, monkeypatch, change, message):
+    """Before the target is loaded, which takes long."""
+    monkeypatch.setattr(benchmark, "load_models", lambda *_, **__: pytest.fail("the target was loaded"))
     command = COMMAND.replace(" --spans two=1,1", "") if "--drafts" in change else COMMAND
     shown = refusal(root, tmp_path / "new", f"{command} {change}", capsys)
     assert message in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("change", ["--drafts plain={root}/one", "--drafts one={root}/none", "--spans three=1,1"])
-def test_drafters_are_looked_for_before_the_target_is_loaded(root, tmp_path, capsys, monkeypatch, change):
-    monkeypatch.setattr(benchmark, "load_models", lambda *_, **__: pytest.fail("the target was loaded"))
-    assert refusal(root, tmp_path / "new", f"{COMMAND} {change}", capsys).startswith("error: ")
 
 
 def refusal(root, out, command: str, capsys) -> str:
@@ -600,6 +597,7 @@ def test_what_another_directory_has_is_not_joined_twice(out, tmp_path):
     """A copy that went on, and a part of a study that was joined before; in any order."""
     begun = Study.read(part(out, tmp_path / "a", "one", ended=["was interrupted"]))
     begun = Study(begun.description, begun.records[:7])
+    others = {**begun.description, "sets": {"others": {"fingerprint": "z"}}, "questions": {"others": {"1": 1}}}
     went_on = Study.read(part(out, tmp_path / "b", "one", ended=["was interrupted", "done"]))
     two = Study.read(part(out, tmp_path / "c", "two"))
     expected = join_studies(["b", "c"], [went_on, two])
@@ -614,6 +612,9 @@ def test_what_another_directory_has_is_not_joined_twice(out, tmp_path):
         joined = join_studies(list("xyz"[: len(studies)]), studies)
         assert joined.description == expected.description
         assert joined.records == expected.records
+    for apart in (Study(others, []), Study(begun.description, [])):  # another part that began in the same minute
+        joined = join_studies(["x", "y"], [apart, went_on])
+        assert Results(joined).unfinished == "run 1 (was interrupted)"
     other = Study(begun.description, [{**begun.records[0], "seconds": -1.0}])
     with pytest.raises(InputError, match="x and y have measured the same thing and not alike"):
         join_studies(["x", "y"], [other, went_on])

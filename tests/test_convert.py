@@ -57,8 +57,8 @@ def equal_tensors(one, other):
 def with_biases(directory):
     """A random drafter of one span with biases of queries, keys and values, as for Qwen2.
 
-    What is added is small: with 0.3 scores are so large that rounding one input otherwise moves outputs by 2e-5 of
-    themselves, more than the test below allows PyTorch and JAX to differ.
+    What is added is small: with 0.3 scores are so large that one input rounded otherwise moves outputs by 2.5 times
+    what the test below allows PyTorch and JAX to differ.
     """
     block = BlockConfig(32, 48, 4, 2, 8, 1e-5, RopeConfig())
     config = DraftConfig(block, 64, (6,), query_key_value_bias=True)

@@ -56,7 +56,7 @@ def test_a_second_prompt_of_the_same_bucket_compiles_nothing(tiny):
 def test_trees_that_run_the_same_specialists_share_the_prompts_pass(tiny):
     """`tiny` has spans (2, 2): two levels run one specialist, three and more both."""
     options = {"max_new_tokens": 9, "temperature": 0.86}  # which no other test has compiled
-    trees = [(3, 4, 1), (4, 20, 3), (5, 9, 2)]
+    trees = [(3, 4, 1), (4, 20, 3), (5, 9, 2)]  # the first is the one of prompts
     first, *others = [
         batch_of(tiny, [prompt_of(7)], levels=levels, total_nodes=nodes, draft_top_k=top_k, **options)
         for levels, nodes, top_k in trees
@@ -68,8 +68,11 @@ def test_trees_that_run_the_same_specialists_share_the_prompts_pass(tiny):
         with compilations() as compiled:
             batch.start()
         assert len(compiled) == 1  # what `fit` does
-        caches = first.state.target_caches, first.state.draft_caches
-        jax.tree.map(np.testing.assert_array_equal, (batch.state.target_caches, batch.state.draft_caches), caches)
+        for part in ("target_caches", "draft_caches", "tokens", "length", "fresh"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(batch.state, part), getattr(first.state, part))
+        np.testing.assert_array_equal(batch.state.features[:, :1], first.state.features[:, :1])
+        np.testing.assert_array_equal(batch.state.features[:, 1:], 0)
+        np.testing.assert_array_equal(batch.state.last_round.next_token, batch.state.tokens[:, 7])
         assert decode.fit(first.state, batch.plan).target_caches is first.state.target_caches
         whole = jax.eval_shape(
             lambda params, *arguments, batch=batch: decode.prefill(params, batch.plan, batch.slots, *arguments),
@@ -186,7 +189,7 @@ def test_prefill_and_loop_lower_for_every_platform(golden, platform, sampling):
     batch = batch_of(golden("poss2"), [[0, 5], [0, 6, 7]], batch_size=2, **sampling)
 
     def prefill(params, *arguments):
-        return decode.prefill(params, batch.plan, batch.slots, *arguments)
+        return decode.jit_prefill(params, batch.plan, batch.slots, *arguments)
 
     def loop(params, state, eos_ids, rounds, ended):
         return decode.decode(params, batch.plan, state, eos_ids, rounds, ended)

@@ -2,27 +2,31 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tqdm import tqdm
 
 from convert.checkpoint import Source
 from convert.load import load_target
 from convert.tokenizer import load_tokenizer
 from infer import Generator
 from poss_jax import llama
+from poss_jax.losses import Losses
 from poss_jax.objective import Rows, run_unroll
 from tests.overfit import overfit, replace_tensors
 from tests.training import arguments, lines, shared_programs, train, write_inputs
-from train import run
+from train import loop, run
 from train.conversations import DataSource, Summary
 from train.examples import Dataset, Example
 from train.feed import UpdateRows
-from train.loop import Running
+from train.loop import Logs, Loop, Running
 from train.packing import Batches
+from train.step import Metrics
 from train.store import write_prepared
 
 PROMPT = [0, 12, 20, 31]
@@ -202,13 +206,24 @@ def test_a_drafter_that_always_agrees(root, tmp_path):
     assert answer.tokens_per_round > 3
 
 
-@pytest.mark.parametrize(
-    ("seconds", "host_seconds", "speed"), [(0.5, 0.01, 2000), (0.5, 0.5, 2000), (0.005, 0.5, 2000)]
-)
-def test_speed_is_of_the_slower_of_device_and_host(seconds, host_seconds, speed):
-    """The last update before a checkpoint is done when the one before is looked at, where the host is slower."""
-    fed = UpdateRows(rows=None, position={}, names="a", tokens=1000)
-    assert Running(step=1, metrics=None, rate=0.0, fed=fed, host_seconds=host_seconds).speed(seconds) == speed
+@pytest.mark.parametrize(("host_seconds", "waited"), [(0.01, 0.49), (0.5, 0.0)], ids=["of the device", "of the host"])
+def test_speed_is_what_the_host_took_and_what_it_waited(monkeypatch, host_seconds, waited):
+    """Also of the last update before a checkpoint, done long since where the host is slower."""
+    clock, written = [7.0], []
+    metrics = Metrics(np.float32(1), Losses(*[np.ones(2, np.float32)] * len(Losses._fields)), np.float32(1))
+
+    def wait(value):
+        clock[0] += waited
+        return value
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(loop.jax, "device_get", wait)
+    logs = Logs(SimpleNamespace(write=lambda step, figures: written.append(figures)), None)
+    whole = Loop(None, SimpleNamespace(seconds_left=None), None, {}, None, None, logs, None, {}, None)
+    whole._reported, whole._progress = 6.999, tqdm(disable=True)
+    fed = UpdateRows(rows=None, position={"epoch": 0}, names="a", tokens=1000)
+    whole._report(Running(1, metrics, 0.0, fed, host_seconds))
+    assert written[0]["tokens_per_second"] == pytest.approx(2000)
 
 
 def test_weights_of_sources_are_for_training(root, tmp_path):

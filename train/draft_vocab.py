@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     if Path(options.out).expanduser().exists():
         raise InputError(f"--out {options.out}: is there already; give another file, or remove it")
     dataset = dataset_from(options, tokenizer)
-    dataset.check_target(config)
+    dataset.check_tokens(config)
     print(dataset.summary)
     counts = token_counts(dataset, config.vocab_size)
     ids = most_frequent(counts, options.size, find_eos_ids(source, tokenizer))

@@ -86,19 +86,24 @@ class Dataset:
         example = self.examples[index]
         return f"{self.sources[example.source].name}, record {example.record}"
 
-    def check_target(self, config: TargetConfig) -> None:
-        """Raises InputError naming an example with a token that the target does not have, which would get the embedding
-        of another, or a longer one than the target was made for or its attention reaches, which would get features
-        that no text has when it is generated.
+    def check_length(self, config: TargetConfig) -> None:
+        """Raises InputError naming the longest example if the target was not made for so many tokens or its attention
+        does not reach as far: it would get features that no text has when it is generated.
         """
-        vocab_size = config.vocab_size
-        longest = max(len(example.tokens) for example in self.examples)
+        index, longest = max(enumerate(len(each.tokens) for each in self.examples), key=lambda pair: pair[1])
         if longest > config.context:
             slides = config.context == config.window
             limit = "the target's attention slides after" if slides else "the target's context is"
             raise InputError(
-                f"an example has {longest} tokens, and {limit} {config.context}; give --max-length {config.context}"
+                f"{self.describe(index)}: has {longest} tokens, and {limit} {config.context}; "
+                f"give --max-length {config.context}"
             )
+
+    def check_tokens(self, config: TargetConfig) -> None:
+        """Raises InputError naming an example with a token that the target does not have, which would get the embedding
+        of another.
+        """
+        vocab_size = config.vocab_size
         for index, example in enumerate(self.examples):
             if (largest := int(example.tokens.max())) >= vocab_size:
                 raise InputError(

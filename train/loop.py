@@ -51,12 +51,6 @@ class Running:
     fed: UpdateRows
     host_seconds: float
 
-    def speed(self, seconds: float) -> float:
-        """Tokens a second, `seconds` after the update before was looked at. A device faster than its host has done this
-        one by then, if no other was started in between, as at a checkpoint or the end: then the host's time counts.
-        """
-        return self.fed.tokens / max(seconds, self.host_seconds, 1e-9)
-
 
 @dataclasses.dataclass
 class Loop:
@@ -155,7 +149,6 @@ class Loop:
         if self.best is None or figure >= self.best:  # of equals the newest, as `Checkpoints` has it
             self.best = figure
             self.on_best(state.params, self._step)
-        self._reported = time.monotonic()  # the next update's speed is without this
         return figure
 
     def _report_all(self) -> None:
@@ -163,10 +156,13 @@ class Loop:
             self._report(self._running.popleft())
 
     def _report(self, running: Running) -> None:
+        asked = time.monotonic()
         metrics = jax.device_get(running.metrics)  # waits for the update
         now = time.monotonic()
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        speed = running.speed(now - self._reported)
+        # Not the time since the update before: where the host is slower than the devices, a checkpoint's or the end's
+        # last update has long been done when that one is looked at.
+        speed = running.fed.tokens / max(running.host_seconds + now - asked, 1e-9)
         if self.logs:
             figures = {
                 "loss": loss,

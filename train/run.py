@@ -259,7 +259,8 @@ def prepare(options: argparse.Namespace) -> Run:
     check_features(dataset, source)
     if jax.process_index() == 0:
         print(dataset.summary, file=sys.stderr)
-    dataset.check_target(target_config(source))
+    dataset.check_tokens(target_config(source))
+    dataset.check_length(target_config(source))
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
     fc_bias = not options.no_fc_bias
