@@ -8,10 +8,6 @@ from typing import Any, NamedTuple
 from infer.benchmark_store import Key, Record, Study, last_runs
 from poss_jax.errors import InputError
 
-# Of a description: what was to be measured.
-ASKED = ("sets", "questions", "drafters", "temperatures", "timed_temperatures", "levels")
-ASKED += ("seeds", "timing_prompts", "drift_prompts")
-
 
 class Conflict(NamedTuple):
     """Why records of two descriptions are not comparable.
@@ -97,11 +93,15 @@ def _within(one: Study, other: Study) -> bool:
     runs, more = one.description["runs"], other.description["runs"]
     if not any(more[start : start + len(runs)] == runs for start in range(len(more) - len(runs) + 1)):
         return False
-    both = join(one.description, other.description)
-    if not one.records or any(both[field] != other.description[field] for field in ASKED):
+    if not one.records or _asked(one, other) != _asked(other, other):
         return False
     found = {Key.of(record): record for record in other.records}
     return all(found.get(Key.of(record)) == record for record in one.records)
+
+
+def _asked(one: Study, other: Study) -> dict[str, Any]:
+    """By both together: everything but the runs."""
+    return join(one.description, other.description) | {"runs": []}
 
 
 def _refusal(found: Conflict, one: str, other: str) -> str:

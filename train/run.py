@@ -259,8 +259,9 @@ def prepare(options: argparse.Namespace) -> Run:
     check_features(dataset, source)
     if jax.process_index() == 0:
         print(dataset.summary, file=sys.stderr)
-    dataset.check_tokens(target_config(source))
-    dataset.check_length(target_config(source))
+    config = target_config(source)
+    dataset.check_tokens(config)
+    dataset.check_length(config)
     training, held_out = split(dataset, options)
     config, params = load_frozen(source, mesh, dtype, features_stored=dataset.features is not None)
     fc_bias = not options.no_fc_bias
